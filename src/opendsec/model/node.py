@@ -1,0 +1,101 @@
+"""Sandboxes and nodes as they are: states, end reasons, reports."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from opendsec.model.ids import SandboxId
+from opendsec.model.spec import SandboxSpec
+
+
+class SandboxState(StrEnum):
+    """One word for where a sandbox is in its life."""
+
+    CREATING = "creating"
+    RUNNING = "running"
+    PAUSING = "pausing"
+    PAUSED = "paused"
+    RESUMING = "resuming"
+    STOPPING = "stopping"
+    STOPPED = "stopped"
+    FAILED = "failed"
+
+
+LIVE_STATES = frozenset(
+    {
+        SandboxState.CREATING,
+        SandboxState.RUNNING,
+        SandboxState.PAUSING,
+        SandboxState.PAUSED,
+        SandboxState.RESUMING,
+        SandboxState.STOPPING,
+    }
+)
+
+
+class SandboxEnd(StrEnum):
+    """Why a sandbox ended."""
+
+    STOPPED = "stopped"
+    EXPIRED_IDLE = "expired_idle"
+    EXPIRED_MAX = "expired_max"
+    OOM = "oom"
+    GUEST_LOST = "guest_lost"
+    NODE_LOST = "node_lost"
+    EVICTED = "evicted"
+    START_FAILED = "start_failed"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxStatus:
+    """What is true of a sandbox now."""
+
+    sandbox_id: SandboxId
+    project: str
+    edge: str
+    state: SandboxState
+    spec: SandboxSpec
+    image_digest: str = ""
+    created_at: float
+    """Unix time, seconds."""
+    ready_at: float | None = None
+    ended_at: float | None = None
+    end_reason: SandboxEnd | None = None
+    end_detail: str = ""
+    running_commands: int = 0
+    idle_expires_at: float | None = None
+    max_expires_at: float | None = None
+    memory_bytes: int | None = None
+    """Charged to the sandbox's cgroup now; None when not asked for or not known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendReport:
+    """Whether a backend works on this node, and if not, why."""
+
+    available: bool
+    reasons: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+    live: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeReport:
+    """An edge's answer to 'how are you?'."""
+
+    edge: str
+    version: str
+    accepting: bool
+    reasons: tuple[str, ...] = ()
+    """Why not accepting."""
+    backends: Mapping[str, BackendReport] = field(default_factory=dict)
+    images: tuple[str, ...] = ()
+    live: int = 0
+    creating: int = 0
+    memory_total_mb: int = 0
+    memory_available_mb: int = 0
+    disk_free_mb: int = 0
+    cpu_count: int = 0
+    started_at: float = 0.0

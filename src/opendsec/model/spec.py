@@ -1,0 +1,153 @@
+"""What a user asks for: a sandbox specification. Never rewritten by us; defaults are filled in here, once.
+
+`check_spec` is the only validator; every front door (SDK, apiserver, edge) calls it, so a bad field gets the same words everywhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from opendsec.errors import InvalidSpecError, UnsupportedError
+from opendsec.model.ids import check_image_name
+
+MAX_BATCH = 32_768
+"""Most sandboxes in one request (the published figure of DSec's largest job)."""
+
+MAX_LABELS = 32
+_LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")
+_ENV_KEY = re.compile(r"[^=\x00]+\Z")
+MAX_ENV_STRING = 131_071
+"""Linux refuses one argument or environment string of 128 KiB or more (MAX_ARG_STRLEN, execve(2))."""
+
+
+class BackendKind(StrEnum):
+    """How a sandbox is isolated."""
+
+    CONTAINER = "container"
+    MICROVM = "microvm"
+    FULLVM = "fullvm"
+    FNCALL = "fncall"
+    DUMMY = "dummy"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resources:
+    """Caps, not reservations. None = no cap of its own (the node's default applies)."""
+
+    memory_limit_mb: int | None = None
+    """MiB, 4 or more."""
+    cpu_cores_limit: float | None = None
+    """Cores, 0.01 or more."""
+    pids_limit: int | None = 1024
+    """Processes and threads."""
+    disk_limit_mb: int | None = None
+    """MiB of the writable layer, 16 or more."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lifetime:
+    """When the platform ends the sandbox by itself. Seconds; None = never."""
+
+    ttl_running_stop: float | None = 300.0
+    """Idle time: reset by every operation, does not pass while a command runs."""
+    ttl_max_stop: float | None = None
+    """Since creation, whatever happens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxSpec:
+    """One sandbox, as asked for."""
+
+    image: str
+    backend: BackendKind = BackendKind.CONTAINER
+    resources: Resources = field(default_factory=Resources)
+    lifetime: Lifetime = field(default_factory=Lifetime)
+    network_rules: Mapping[str, bool] = field(default_factory=dict)
+    """Empty: loopback only. `{"*": True}`: NAT'd IPv4. Names of services need a policy and are refused until there is one."""
+    init_user: str | None = None
+    """User of commands that name none: name, uid or uid:gid. None: the image's."""
+    env: Mapping[str, str] = field(default_factory=dict)
+    """Added to the image's environment."""
+    workdir: str | None = None
+    """Absolute; None: the image's."""
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+
+def _bad(field_name: str, why: str) -> InvalidSpecError:
+    return InvalidSpecError(f"{field_name}: {why}", detail={"field": field_name})
+
+
+def _check_resources(res: Resources) -> None:
+    if res.memory_limit_mb is not None and not 4 <= res.memory_limit_mb <= 64 * 1024 * 1024:
+        raise _bad("memory_limit_mb", f"{res.memory_limit_mb} is not between 4 and 67108864 MiB")
+    if res.cpu_cores_limit is not None and not 0.01 <= res.cpu_cores_limit <= 4096:
+        raise _bad("cpu_cores_limit", f"{res.cpu_cores_limit} is not between 0.01 and 4096 cores")
+    if res.pids_limit is not None and not 8 <= res.pids_limit <= 4_194_304:
+        raise _bad("pids_limit", f"{res.pids_limit} is not between 8 and 4194304")
+    if res.disk_limit_mb is not None and not 16 <= res.disk_limit_mb <= 16 * 1024 * 1024:
+        raise _bad("disk_limit_mb", f"{res.disk_limit_mb} is not between 16 and 16777216 MiB")
+
+
+def check_seconds(value: float | None, field_name: str) -> None:
+    """None or a number of seconds above 0 and below 10 years; 0 and negatives are refused, they never mean 'unlimited'."""
+    if value is not None and not 0 < value < 315_360_000:
+        raise _bad(field_name, f"{value} is not a positive number of seconds; use None for no limit")
+
+
+def check_labels(labels: Mapping[str, str]) -> None:
+    """At most 32; keys 1-63 of letters, digits and ._/-; values up to 256 characters."""
+    if len(labels) > MAX_LABELS:
+        raise _bad("labels", f"{len(labels)} labels, at most {MAX_LABELS}")
+    for key, value in labels.items():
+        if not _LABEL_KEY.match(key):
+            raise _bad("labels", f"key {key[:80]!r} is not 1 to 63 letters, digits or ._/-")
+        if len(value) > 256:
+            raise _bad("labels", f"value of {key!r} is longer than 256 characters")
+
+
+def check_env(env: Mapping[str, str], field_name: str = "env") -> None:
+    """Names without '=' and NUL, values without NUL, each `NAME=value` below the kernel's 128 KiB."""
+    for key, value in env.items():
+        if not _ENV_KEY.match(key) or "\x00" in value:
+            raise _bad(field_name, f"variable {key[:80]!r} has an empty name, '=' in its name, or a NUL")
+        if len(key.encode("utf-8", "surrogateescape")) + len(value.encode("utf-8", "surrogateescape")) + 1 > MAX_ENV_STRING:
+            raise _bad(field_name, f"variable {key[:80]!r} is longer than the kernel's 131071 bytes")
+
+
+def check_path(path: str, field_name: str) -> None:
+    """Absolute, no NUL, at most 4095 bytes (PATH_MAX)."""
+    if not path.startswith("/"):
+        raise _bad(field_name, f"{path[:80]!r} is not an absolute path")
+    if "\x00" in path or len(path.encode("utf-8", "surrogateescape")) > 4095:
+        raise _bad(field_name, "a path has no NUL and at most 4095 bytes")
+
+
+def _check_network(rules: Mapping[str, bool]) -> None:
+    for name, allowed in rules.items():
+        if name != "*":
+            raise UnsupportedError(
+                f"network_rules: service {name!r} is not known here",
+                detail={"field": "network_rules", "service": name},
+                remedy='named services need a network policy, which this version does not have; use {"*": True} or {}',
+            )
+        if not isinstance(allowed, bool):
+            raise _bad("network_rules", f"the value of {name!r} is not true or false")
+
+
+def check_spec(spec: SandboxSpec) -> SandboxSpec:
+    """The spec itself if every field is good. Raises InvalidSpecError or UnsupportedError naming the field."""
+    check_image_name(spec.image)
+    _check_resources(spec.resources)
+    check_seconds(spec.lifetime.ttl_running_stop, "ttl_running_stop")
+    check_seconds(spec.lifetime.ttl_max_stop, "ttl_max_stop")
+    _check_network(spec.network_rules)
+    check_env(spec.env)
+    check_labels(spec.labels)
+    if spec.workdir is not None:
+        check_path(spec.workdir, "workdir")
+    if spec.init_user is not None and not 0 < len(spec.init_user) <= 256:
+        raise _bad("init_user", "is empty or longer than 256 characters")
+    return spec

@@ -1,0 +1,184 @@
+"""The HTTP contract, spoken alike by the apiserver (to clients) and by an edge (to the apiserver).
+
+Management (JSON)
+    POST   /v1/sandboxes                        CreateRequest → 201 SandboxStatus, when the sandbox is ready
+    POST   /v1/sandbox-batches                  BatchRequest → 200, NDJSON of BatchItem as they become ready (any order)
+    GET    /v1/sandboxes?label=k=v&state=&limit=&cursor=      → SandboxPage
+    GET    /v1/sandboxes/{id}                   → SandboxStatus (ended ones too, for a while)
+    PATCH  /v1/sandboxes/{id}                   UpdateRequest → SandboxStatus
+    DELETE /v1/sandboxes/{id}                   → SandboxStatus; idempotent, valid in every state, wins every race
+    POST   /v1/sandboxes/{id}/pause | /resume   → SandboxStatus
+    GET    /v1/images                           → ImageList
+    GET    /v1/node                             → NodeReport            (edge only)
+    GET    /healthz                             → 200 "ok"
+Commands
+    POST   /v1/sandboxes/{id}/commands          ExecRequest → exec stream (below); with ?detach=true → 201 CommandStatus
+    GET    /v1/sandboxes/{id}/commands          → CommandList
+    GET    /v1/sandboxes/{id}/commands/{cid}    → CommandStatus
+    GET    /v1/sandboxes/{id}/commands/{cid}/output?stdout=N&stderr=N   → exec stream from those byte offsets, following
+    POST   /v1/sandboxes/{id}/commands/{cid}/stdin?offset=N&eof=BOOL    raw body → StdinStatus; bytes below `offset` known already are skipped
+    POST   /v1/sandboxes/{id}/commands/{cid}/signal    SignalRequest → CommandStatus (process group of the command)
+    POST   /v1/sandboxes/{id}/commands/{cid}/resize    PtySize → CommandStatus
+    DELETE /v1/sandboxes/{id}/commands/{cid}?grace=S   → CommandStatus; ends the whole tree (TERM, grace, KILL)
+Files (path is a query parameter, percent-encoded UTF-8 with surrogateescape for other bytes)
+    GET    /v1/sandboxes/{id}/files/content?path=&offset=&length=&user=      → raw bytes; a cut body is noticed by Content-Length or FILE frames
+    PUT    /v1/sandboxes/{id}/files/content?path=&mode=&user=&parents=BOOL   raw body → FileStat; atomic (temporary name + rename)
+    GET    /v1/sandboxes/{id}/files/tree?path=&user=   → tree stream (docs/reference/guest-protocol.md)
+    PUT    /v1/sandboxes/{id}/files/tree?path=&user=   tree stream → TreeStatus
+    POST   /v1/sandboxes/{id}/files/{stat|list|mkdir|move|remove|chmod}      FileRequest → FileStat | FileList | Empty
+    GET    /v1/sandboxes/{id}/files/watch?path=&recursive=BOOL               → NDJSON of FileEvent
+
+Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON CommandStatus), EXEC_STDOUT / EXEC_STDERR (u64 LE
+offset, then bytes), EXEC_RESULT (JSON CommandResult, last frame), EXEC_ERROR (JSON error, last frame), EXEC_KEEPALIVE (empty,
+every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again with its offsets.
+
+Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates (same key and body: same
+answer; same key, other body: 409); `X-OpenDSec-Project` from the apiserver to the edge; `X-Request-Id` both ways, echoed;
+`X-OpenDSec-Timeout` in seconds on creates.
+Errors: codec.encode_error with the status of the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from opendsec.model.command import CommandStatus
+from opendsec.model.file import FileStat
+from opendsec.model.image import Image
+from opendsec.model.ids import SandboxId
+from opendsec.model.node import SandboxStatus
+from opendsec.model.spec import Lifetime, SandboxSpec
+
+EXEC_STARTED = 1
+EXEC_STDOUT = 2
+EXEC_STDERR = 3
+EXEC_RESULT = 4
+EXEC_ERROR = 5
+EXEC_KEEPALIVE = 6
+
+KEEPALIVE_S = 10.0
+STREAM_MEDIA_TYPE = "application/vnd.opendsec.frames"
+TREE_MEDIA_TYPE = "application/vnd.opendsec.tree"
+NDJSON_MEDIA_TYPE = "application/x-ndjson"
+
+HEADER_IDEMPOTENCY = "Idempotency-Key"
+HEADER_PROJECT = "X-OpenDSec-Project"
+HEADER_REQUEST_ID = "X-Request-Id"
+HEADER_TIMEOUT = "X-OpenDSec-Timeout"
+MAX_JSON_BODY = 8 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CreateRequest:
+    """Start one sandbox. `sandbox_id` is set by the apiserver only (repeats are then harmless); clients leave it out."""
+
+    spec: SandboxSpec
+    sandbox_id: SandboxId | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchRequest:
+    """Start `count` sandboxes of one spec. `sandbox_ids` is set by the apiserver only."""
+
+    spec: SandboxSpec
+    count: int
+    sandbox_ids: tuple[SandboxId, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchItem:
+    """One line of a batch answer: exactly one of status and error. The last line has `done` and neither."""
+
+    index: int = -1
+    status: SandboxStatus | None = None
+    error: Mapping[str, object] | None = None
+    """codec.error_fields of the failure."""
+    done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SandboxPage:
+    """One page of a listing; `cursor` is "" on the last."""
+
+    items: tuple[SandboxStatus, ...]
+    cursor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UpdateRequest:
+    """Change what may change; None leaves a field alone."""
+
+    lifetime: Lifetime | None = None
+    labels: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommandList:
+    """All commands of a sandbox the edge remembers, oldest first."""
+
+    items: tuple[CommandStatus, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImageList:
+    """Images of this node or cluster."""
+
+    items: tuple[Image, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StdinStatus:
+    """How many bytes of stdin have been accepted so far."""
+
+    accepted: int
+    closed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SignalRequest:
+    """Signal number 1-64."""
+
+    signal: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRequest:
+    """Arguments of the JSON file verbs; each verb refuses the fields it has no use for."""
+
+    path: str
+    user: str | None = None
+    target: str | None = None
+    """move: the new path."""
+    mode: int | None = None
+    """mkdir, chmod."""
+    parents: bool = False
+    """mkdir: make missing parents, an existing directory is fine."""
+    recursive: bool = False
+    """remove: a directory with all below it."""
+    overwrite: bool = True
+    """move: replace an existing target."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileList:
+    """A directory's entries, sorted by name bytes."""
+
+    items: tuple[FileStat, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeStatus:
+    """What an uploaded tree left."""
+
+    files: int
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Empty:
+    """Nothing to say but yes."""
+
+    ok: bool = True
+
+
