@@ -1,0 +1,1 @@
+"""Kinds of isolation, strangers to each other behind one interface (`base`)."""

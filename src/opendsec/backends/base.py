@@ -1,0 +1,147 @@
+"""The one interface behind which container, microVM, full VM and FnCall are strangers to each other.
+
+An edge holds one `Backend` per kind. A verb outside `capabilities` is refused by the edge before the backend sees it. Backends keep no durable
+state of their own: everything needed to find a sandbox again is in its `Handle`, which the edge journals and hands to `recover` after its restart.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from pathlib import Path
+
+from opendsec.guest.base import Guest
+from opendsec.model.ids import SandboxId
+from opendsec.model.image import Image
+from opendsec.model.node import BackendReport
+from opendsec.model.spec import BackendKind, SandboxSpec
+
+
+class Capability(StrEnum):
+    """A verb or feature a backend may declare."""
+
+    EXEC = "exec"
+    SESSIONS = "sessions"
+    PTY = "pty"
+    FILES = "files"
+    NETWORK = "network"
+    MEMORY_LIMIT = "memory_limit"
+    CPU_LIMIT = "cpu_limit"
+    PIDS_LIMIT = "pids_limit"
+    DISK_LIMIT = "disk_limit"
+    PAUSE = "pause"
+    SNAPSHOT = "snapshot"
+    RECOVER = "recover"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartPlan:
+    """Everything a backend is told about one start."""
+
+    sandbox_id: SandboxId
+    spec: SandboxSpec
+    image: Image
+    state_dir: Path
+    """Exists, empty, on the node's state file system; the backend may fill it and `destroy` empties it."""
+    run_dir: Path
+    """Exists, empty, on a tmpfs; for sockets."""
+    slot: int
+    """Small number, unique among live sandboxes of this edge; user ranges and addresses are made from it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Handle:
+    """Opaque to the edge; JSON-friendly; journalled."""
+
+    backend: BackendKind
+    sandbox_id: SandboxId
+    version: int = 1
+    data: Mapping[str, str | int] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True)
+class Running:
+    """A started (or recovered) sandbox: its handle and a live connection to its agent."""
+
+    handle: Handle
+    guest: Guest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Usage:
+    """Counters of a sandbox; None where this host cannot tell."""
+
+    memory_bytes: int | None = None
+    oom_kills: int | None = None
+    """Processes of this sandbox killed for its memory limit so far."""
+    pids_denied: int | None = None
+    """Forks refused for its pids limit so far."""
+    disk_full: bool | None = None
+    """The writable layer has no room (below 64 KiB or without inodes) now."""
+    cpu_s: float | None = None
+
+
+class Backend(ABC):
+    """One kind of isolation on this node."""
+
+    kind: BackendKind
+
+    @property
+    @abstractmethod
+    def capabilities(self) -> frozenset[Capability]:
+        """What works here and now, by probing once at `open`."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Probe and prepare (templates, helper processes). Called once before anything else. Raises HostCapabilityError with the remedy."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Release what `open` made. Sandboxes stay."""
+
+    @abstractmethod
+    def report(self) -> BackendReport: ...
+
+    @abstractmethod
+    async def start(self, plan: StartPlan) -> Running:
+        """Start it and return when its agent has answered. Raises StartError (nothing of it is left) or InvalidSpecError.
+
+        Cancelling leaves nothing behind either, or leaves what `destroy` of the same plan's id removes.
+        """
+
+    @abstractmethod
+    async def recover(self, handle: Handle) -> Running | None:
+        """Find a sandbox of an earlier edge process again. None: it is gone (call `destroy`)."""
+
+    @abstractmethod
+    async def reconnect(self, handle: Handle) -> Guest | None:
+        """A new connection after one was lost. None: the agent is gone for good."""
+
+    @abstractmethod
+    async def pause(self, handle: Handle) -> None:
+        """Stop using CPU; keep identity and memory. Idempotent."""
+
+    @abstractmethod
+    async def resume(self, handle: Handle) -> None:
+        """Undo `pause`. Idempotent."""
+
+    @abstractmethod
+    async def snapshot(self, handle: Handle, target: Path) -> None:
+        """Save the state below `target`. UnsupportedError unless declared."""
+
+    @abstractmethod
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        """End every process of it. Returns when they are gone. Idempotent, valid in every state."""
+
+    @abstractmethod
+    async def destroy(self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int) -> None:
+        """Remove everything: processes, mounts, cgroups, network, files of both directories (not the directories).
+
+        Idempotent. `handle` is None after a start that was cut short: the backend then finds what may be there by id and slot.
+        """
+
+    @abstractmethod
+    def usage(self, handle: Handle) -> Usage:
+        """Counters now; cheap (a few small reads), called around commands that failed."""
