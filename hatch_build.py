@@ -1,8 +1,8 @@
-"""Build hook: compiles native/ into src/opendsec/_native/ so that wheels and editable installs carry the two programs."""
+"""Build hook: compiles native/ so that wheels and editable installs carry the two programs."""
 
 from __future__ import annotations
 
-import subprocess
+import subprocess  # noqa: TID251 - the build knows nothing of the package
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -11,7 +11,7 @@ from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
     """Runs `make -C native install`; fails loudly when there is no C compiler."""
 
-    def initialize(self, version: str, build_data: dict[str, object]) -> None:  # noqa: ARG002
+    def initialize(self, version: str, build_data: dict[str, object]) -> None:
         root = Path(self.root)
         subprocess.run(["make", "-s", "-C", str(root / "native"), "install"], check=True)
         build_data["pure_python"] = False

@@ -1,7 +1,8 @@
 """The one interface behind which container, microVM, full VM and FnCall are strangers to each other.
 
-An edge holds one `Backend` per kind. A verb outside `capabilities` is refused by the edge before the backend sees it. Backends keep no durable
-state of their own: everything needed to find a sandbox again is in its `Handle`, which the edge journals and hands to `recover` after its restart.
+An edge holds one `Backend` per kind. A verb outside `capabilities` is refused by the edge before the backend sees it.
+Backends keep no durable state of their own: everything needed to find a sandbox again is in its `Handle`, which the
+edge journals and hands to `recover` after its restart.
 """
 
 from __future__ import annotations
@@ -95,7 +96,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Probe and prepare (templates, helper processes). Called once before anything else. Raises HostCapabilityError with the remedy."""
+        """Probe and prepare (templates, helper processes). Called once before anything else.
+
+        Raises HostCapabilityError with the remedy.
+        """
 
     @abstractmethod
     async def close(self) -> None:
@@ -106,8 +110,9 @@ class Backend(ABC):
 
     @abstractmethod
     async def start(self, plan: StartPlan) -> Running:
-        """Start it and return when its agent has answered. Raises StartError (nothing of it is left) or InvalidSpecError.
+        """Start it and return when its agent has answered.
 
+        Raises StartError (nothing of it is left) or InvalidSpecError.
         Cancelling leaves nothing behind either, or leaves what `destroy` of the same plan's id removes.
         """
 
@@ -136,10 +141,13 @@ class Backend(ABC):
         """End every process of it. Returns when they are gone. Idempotent, valid in every state."""
 
     @abstractmethod
-    async def destroy(self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int) -> None:
+    async def destroy(
+        self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
+    ) -> None:
         """Remove everything: processes, mounts, cgroups, network, files of both directories (not the directories).
 
-        Idempotent. `handle` is None after a start that was cut short: the backend then finds what may be there by id and slot.
+        Idempotent. `handle` is None after a start that was cut short: the backend then finds what may be there by id
+        and slot.
         """
 
     @abstractmethod

@@ -1,1 +1,4 @@
-"""The host's side of the guest protocol (docs/reference/guest-protocol.md): messages and one multiplexed channel per sandbox."""
+"""The host's side of the guest protocol (docs/reference/guest-protocol.md).
+
+Messages and one multiplexed channel per sandbox.
+"""

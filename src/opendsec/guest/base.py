@@ -1,8 +1,10 @@
 """What an edge can ask of the inside of a sandbox, whatever carries the bytes.
 
-`guest.channel.Channel` speaks the guest protocol to a real agent; `backends.dummy` answers from memory. Both keep these promises:
+`guest.channel.Channel` speaks the guest protocol to a real agent; `backends.dummy` answers from memory.
+Both keep these promises:
 
-* Commands survive the connection. After a reconnect `list_commands` names them and `attach` continues their output without a gap.
+* Commands survive the connection. After a reconnect `list_commands` names them and `attach` continues their output
+  without a gap.
 * A call never hangs for ever: when the connection ends, every waiting call raises `GuestLostError`.
 * `GuestError` is the agent's own refusal and carries its code; nothing else is raised for what happens inside.
 """
@@ -126,7 +128,9 @@ class Guest(ABC):
 
     @abstractmethod
     def events(self, command_id: int) -> AsyncIterator[CommandEvent]:
-        """Events of a command started or attached on this connection, in the agent's order, ending with Exit. One reader at a time.
+        """Events of a command started or attached on this connection, in the agent's order, ending with Exit.
+
+        One reader at a time.
 
         Un-acknowledged output is bounded by the agent's window, so a slow reader stalls this command only.
         """
@@ -137,7 +141,10 @@ class Guest(ABC):
 
     @abstractmethod
     async def attach(self, command_id: int, stdout: int, stderr: int) -> None:
-        """Take over a command of an earlier connection from these offsets; then read `events`. Raises GuestError (`no_command`, `gone`)."""
+        """Take over a command of an earlier connection from these offsets; then read `events`.
+
+        Raises GuestError (`no_command`, `gone`).
+        """
 
     @abstractmethod
     async def write_stdin(self, command_id: int, offset: int, data: bytes, *, eof: bool) -> None:

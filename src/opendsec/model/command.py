@@ -11,7 +11,10 @@ from opendsec.model.ids import CommandId
 from opendsec.model.spec import MAX_ENV_STRING, check_env, check_path, check_seconds
 
 MAX_COMMAND_BYTES = 3 * 1024 * 1024
-"""Largest script or argument vector; above 120 KiB a script travels through a memfd (the kernel's limit for one argument is 128 KiB)."""
+"""Largest script or argument vector.
+
+Above 120 KiB a script travels through a memfd (the kernel's limit for one argument is 128 KiB).
+"""
 DEFAULT_OUTPUT_BYTES = 64 * 1024 * 1024
 """Recorded bytes per command and stream kept on the host unless asked otherwise; what is over is counted, not kept."""
 MAX_OUTPUT_BYTES = 1024 * 1024 * 1024

@@ -1,6 +1,7 @@
 """Typed ids. A sandbox id carries its edge (`sbx-<edge>-<token>`), so nobody needs a directory of sandboxes.
 
-Ids are opaque to users; only the apiserver reads the edge out of one. Tokens are 16 characters of base32 (80 random bits).
+Ids are opaque to users; only the apiserver reads the edge out of one. Tokens are 16 characters of base32
+(80 random bits).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """What a user asks for: a sandbox specification. Never rewritten by us; defaults are filled in here, once.
 
-`check_spec` is the only validator; every front door (SDK, apiserver, edge) calls it, so a bad field gets the same words everywhere.
+`check_spec` is the only validator; every front door (SDK, apiserver, edge) calls it, so a bad field gets the same words
+everywhere.
 """
 
 from __future__ import annotations
@@ -66,7 +67,10 @@ class SandboxSpec:
     resources: Resources = field(default_factory=Resources)
     lifetime: Lifetime = field(default_factory=Lifetime)
     network_rules: Mapping[str, bool] = field(default_factory=dict)
-    """Empty: loopback only. `{"*": True}`: NAT'd IPv4. Names of services need a policy and are refused until there is one."""
+    """Empty: loopback only. `{"*": True}`: NAT'd IPv4.
+
+    Names of services need a policy and are refused until there is one.
+    """
     init_user: str | None = None
     """User of commands that name none: name, uid or uid:gid. None: the image's."""
     env: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +96,10 @@ def _check_resources(res: Resources) -> None:
 
 
 def check_seconds(value: float | None, field_name: str) -> None:
-    """None or a number of seconds above 0 and below 10 years; 0 and negatives are refused, they never mean 'unlimited'."""
+    """None or a number of seconds above 0 and below 10 years.
+
+    0 and negatives are refused, they never mean "unlimited".
+    """
     if value is not None and not 0 < value < 315_360_000:
         raise _bad(field_name, f"{value} is not a positive number of seconds; use None for no limit")
 
@@ -113,7 +120,7 @@ def check_env(env: Mapping[str, str], field_name: str = "env") -> None:
     for key, value in env.items():
         if not _ENV_KEY.match(key) or "\x00" in value:
             raise _bad(field_name, f"variable {key[:80]!r} has an empty name, '=' in its name, or a NUL")
-        if len(key.encode("utf-8", "surrogateescape")) + len(value.encode("utf-8", "surrogateescape")) + 1 > MAX_ENV_STRING:
+        if len(f"{key}={value}".encode("utf-8", "surrogateescape")) > MAX_ENV_STRING:
             raise _bad(field_name, f"variable {key[:80]!r} is longer than the kernel's 131071 bytes")
 
 

@@ -16,25 +16,29 @@ Commands
     GET    /v1/sandboxes/{id}/commands          → CommandList
     GET    /v1/sandboxes/{id}/commands/{cid}    → CommandStatus
     GET    /v1/sandboxes/{id}/commands/{cid}/output?stdout=N&stderr=N   → exec stream from those byte offsets, following
-    POST   /v1/sandboxes/{id}/commands/{cid}/stdin?offset=N&eof=BOOL    raw body → StdinStatus; bytes below `offset` known already are skipped
+    POST   /v1/sandboxes/{id}/commands/{cid}/stdin?offset=N&eof=BOOL    raw body → StdinStatus; bytes below `offset`
+                                                that are known already are skipped
     POST   /v1/sandboxes/{id}/commands/{cid}/signal    SignalRequest → CommandStatus (process group of the command)
     POST   /v1/sandboxes/{id}/commands/{cid}/resize    PtySize → CommandStatus
     DELETE /v1/sandboxes/{id}/commands/{cid}?grace=S   → CommandStatus; ends the whole tree (TERM, grace, KILL)
 Files (path is a query parameter, percent-encoded UTF-8 with surrogateescape for other bytes)
-    GET    /v1/sandboxes/{id}/files/content?path=&offset=&length=&user=      → raw bytes; a cut body is noticed by Content-Length or FILE frames
-    PUT    /v1/sandboxes/{id}/files/content?path=&mode=&user=&parents=BOOL   raw body → FileStat; atomic (temporary name + rename)
+    GET    /v1/sandboxes/{id}/files/content?path=&offset=&length=&user=      → raw bytes; a cut body is noticed by
+                                                Content-Length or FILE frames
+    PUT    /v1/sandboxes/{id}/files/content?path=&mode=&user=&parents=BOOL   raw body → FileStat; atomic (temporary
+                                                name + rename)
     GET    /v1/sandboxes/{id}/files/tree?path=&user=   → tree stream (docs/reference/guest-protocol.md)
     PUT    /v1/sandboxes/{id}/files/tree?path=&user=   tree stream → TreeStatus
     POST   /v1/sandboxes/{id}/files/{stat|list|mkdir|move|remove|chmod}      FileRequest → FileStat | FileList | Empty
     GET    /v1/sandboxes/{id}/files/watch?path=&recursive=BOOL               → NDJSON of FileEvent
 
-Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON CommandStatus), EXEC_STDOUT / EXEC_STDERR (u64 LE
-offset, then bytes), EXEC_RESULT (JSON CommandResult, last frame), EXEC_ERROR (JSON error, last frame), EXEC_KEEPALIVE (empty,
-every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again with its offsets.
+Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON CommandStatus), EXEC_STDOUT / EXEC_STDERR
+(u64 LE offset, then bytes), EXEC_RESULT (JSON CommandResult, last frame), EXEC_ERROR (JSON error, last frame),
+EXEC_KEEPALIVE (empty, every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again
+with its offsets.
 
-Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates (same key and body: same
-answer; same key, other body: 409); `X-OpenDSec-Project` from the apiserver to the edge; `X-Request-Id` both ways, echoed;
-`X-OpenDSec-Timeout` in seconds on creates.
+Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates (same key and body:
+same answer; same key, other body: 409); `X-OpenDSec-Project` from the apiserver to the edge; `X-Request-Id` both ways,
+echoed; `X-OpenDSec-Timeout` in seconds on creates.
 Errors: codec.encode_error with the status of the class.
 """
 
@@ -45,8 +49,8 @@ from dataclasses import dataclass
 
 from opendsec.model.command import CommandStatus
 from opendsec.model.file import FileStat
-from opendsec.model.image import Image
 from opendsec.model.ids import SandboxId
+from opendsec.model.image import Image
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import Lifetime, SandboxSpec
 
@@ -71,7 +75,10 @@ MAX_JSON_BODY = 8 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CreateRequest:
-    """Start one sandbox. `sandbox_id` is set by the apiserver only (repeats are then harmless); clients leave it out."""
+    """Start one sandbox.
+
+    `sandbox_id` is set by the apiserver only (repeats are then harmless); clients leave it out.
+    """
 
     spec: SandboxSpec
     sandbox_id: SandboxId | None = None
@@ -180,5 +187,3 @@ class Empty:
     """Nothing to say but yes."""
 
     ok: bool = True
-
-
