@@ -1,0 +1,127 @@
+"""Tests ask the kernel: a test marked with a capability runs only where that is, and says why where it is not.
+
+The markers are declared in pyproject.toml; the answers are `opendsec.linux.probe`'s own sentences, plus a few about
+this checkout (are the native programs built, is the base image there). `--require root,netns` turns a missing
+capability of these names into a failure, and with it every skip for any other reason: a machine that must run
+everything cannot skip silently.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+COST_MARKERS = frozenset({"slow", "soak"})
+_SKIP_KEY = "capability: "
+
+
+def _native() -> str | None:
+    folder = Path(__file__).parents[1] / "src/opendsec/_native"
+    missing = [name for name in ("opendsec-guest", "opendsec-launch") if not (folder / name).is_file()]
+    return f"{', '.join(missing)} is not built; run `make -C native install`" if missing else None
+
+
+def _image() -> str | None:
+    from opendsec.store.images import ImageStore
+
+    from opendsec.errors import ImageError
+
+    root = Path(os.environ.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec")) / "store"
+    try:
+        ImageStore(root).get("debian")
+    except (ImageError, OSError) as exc:
+        return f"no image `debian` in {root} ({exc}); run `make image`"
+    return None
+
+
+def _mmdebstrap() -> str | None:
+    return None if shutil.which("mmdebstrap") else "mmdebstrap is not installed"
+
+
+def _root() -> str | None:
+    return None if os.geteuid() == 0 else "not root"
+
+
+def _unshare(flag: str) -> Callable[[], str | None]:
+    def ask() -> str | None:
+        done = subprocess.run(["unshare", flag, "true"], check=False, capture_output=True, timeout=10)
+        return None if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip()
+
+    return ask
+
+
+_OWN: dict[str, Callable[[], str | None]] = {
+    "native": _native,
+    "image": _image,
+    "mmdebstrap": _mmdebstrap,
+    "root": _root,
+    **dict.fromkeys(("cgroup", "memcg", "erofs", "overlay", "loop", "nft", "tun"), _root),
+    "userns": _unshare("-U"),
+    "netns": _unshare("-n"),
+}
+
+
+@functools.cache
+def why_not(capability: str) -> str | None:
+    """None when this machine has it, else one sentence. Raises KeyError for a name nobody knows."""
+    return _OWN[capability]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--require", default="", metavar="A,B", help="capabilities this machine must have")
+
+
+def _declared(config: pytest.Config) -> set[str]:
+    lines: list[str] = config.getini("markers")
+    return {line.partition(":")[0].strip() for line in lines} - COST_MARKERS
+
+
+def _required(config: pytest.Config) -> set[str]:
+    return {name for name in config.getoption("--require").split(",") if name}
+
+
+def _known(name: str) -> bool:
+    return name in _OWN
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    unknown = sorted(name for name in _required(config) if not _known(name))
+    if unknown:
+        raise pytest.UsageError(f"--require: unknown capability {', '.join(unknown)}")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    names = sorted(name for name in _declared(config) if _known(name))
+    missing = {name: reason for name in names if (reason := why_not(name))}
+    lines = [f"capabilities: {', '.join(name for name in names if name not in missing)}"]
+    return lines + [f"without {name}: {reason}" for name, reason in missing.items()]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    for marker in item.iter_markers():
+        if not _known(marker.name):
+            continue
+        reason = why_not(marker.name)
+        if reason is None:
+            continue
+        if marker.name in _required(item.config):
+            pytest.fail(f"required capability `{marker.name}` is missing: {reason}", pytrace=False)
+        pytest.skip(f"{_SKIP_KEY}{marker.name}: {reason}")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    report: pytest.TestReport = yield  # type: ignore[assignment]
+    if report.skipped and not hasattr(report, "wasxfail") and _required(item.config):
+        reason = str(report.longrepr[2]) if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if _SKIP_KEY not in reason:
+            report.outcome = "failed"
+            report.longrepr = f"skipped although capabilities are required: {reason}"
+    return report  # type: ignore[return-value]

@@ -1,0 +1,142 @@
+"""A test leaves nothing behind: descriptors, processes, mounts, namespaces, links, cgroups and sockets are counted.
+
+Before and after each test in tests/node, tests/contract and tests/cluster a snapshot is taken; what is new after it,
+and still there a few seconds later (the kernel ends namespaces in its own time), fails the test. What belongs to the
+test process (descriptors, children) is always compared; what belongs to the machine only with `--leaks=machine`,
+because on a machine shared with others their objects would be counted too.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from pathlib import Path
+
+import pytest
+
+CHECKED = ("node", "contract", "cluster")
+SETTLE_S = 5.0
+_OURS = ("opendsec", "ods-")
+_CGROUPS = Path("/sys/fs/cgroup")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--leaks", choices=("own", "machine"), default="own", help="compare this process only, or all of the machine"
+    )
+
+
+def _descriptors() -> frozenset[str]:
+    found = set()
+    for number in os.listdir("/proc/self/fd"):
+        try:
+            found.add(f"{number} → {os.readlink(f'/proc/self/fd/{number}')}")
+        except FileNotFoundError:
+            continue  # the descriptor listdir itself used
+    return frozenset(found)
+
+
+def _children() -> frozenset[str]:
+    found: set[str] = set()
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            pids = (task / "children").read_text(encoding="ascii").split()
+        except FileNotFoundError:
+            continue  # the thread has ended
+        found.update(f"{pid} {_command(pid)}" for pid in pids)
+    return frozenset(found)
+
+
+def _command(pid: str) -> str:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ")
+        return words.decode("utf-8", "replace").strip() or "(zombie)"
+    except (FileNotFoundError, ProcessLookupError):
+        return "(gone)"
+
+
+def _mounts() -> frozenset[str]:
+    lines = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    points = (line.split()[4] for line in lines)
+    return frozenset(point for point in points if "opendsec" in point or "pytest-of-" in point)
+
+
+def _named(folder: Path) -> frozenset[str]:
+    return frozenset(str(path) for path in folder.iterdir()) if folder.is_dir() else frozenset()
+
+
+def _links() -> frozenset[str]:
+    return frozenset(path for path in _named(Path("/sys/class/net")) if Path(path).name.startswith(_OURS))
+
+
+def _cgroups() -> frozenset[str]:
+    found: set[str] = set()
+    for top in [_CGROUPS, *(_CGROUPS.iterdir() if _CGROUPS.is_dir() else ())]:
+        for ours in top.glob("opendsec*"):
+            found.update(folder for folder, _, _ in os.walk(ours))
+    return frozenset(found)
+
+
+@dataclass(frozen=True, slots=True)
+class Belongings:
+    """What there is at one time."""
+
+    descriptors: frozenset[str] = frozenset()
+    children: frozenset[str] = frozenset()
+    mounts: frozenset[str] = frozenset()
+    namespaces: frozenset[str] = frozenset()
+    links: frozenset[str] = frozenset()
+    cgroups: frozenset[str] = frozenset()
+
+    @classmethod
+    def now(cls, *, machine: bool) -> Belongings:
+        """Look. The machine's objects only when asked for."""
+        own = cls(descriptors=_descriptors(), children=_children())
+        if not machine:
+            return own
+        return cls(
+            descriptors=own.descriptors,
+            children=own.children,
+            mounts=_mounts(),
+            namespaces=_named(Path("/run/netns")),
+            links=_links(),
+            cgroups=_cgroups(),
+        )
+
+    def beyond(self, before: Belongings) -> list[str]:
+        """Lines naming what is here and was not there before."""
+        return [
+            f"{field.name}: {new}"
+            for field in fields(self)
+            for new in sorted(getattr(self, field.name) - getattr(before, field.name))
+        ]
+
+
+def left_behind(before: Belongings, *, machine: bool) -> list[str]:
+    """What stays after up to five seconds of settling."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        gc.collect()
+        new = Belongings.now(machine=machine).beyond(before)
+        if not new or time.monotonic() > deadline:
+            return new
+        time.sleep(0.05)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test that leaves something behind."""
+    tier = request.path.relative_to(request.config.rootpath).parts[1:2]
+    if tier not in [(name,) for name in CHECKED]:
+        yield
+        return
+    machine = request.config.getoption("--leaks") == "machine"
+    gc.collect()
+    before = Belongings.now(machine=machine)
+    yield
+    new = left_behind(before, machine=machine)
+    if new:
+        pytest.fail("left behind:\n  " + "\n  ".join(new), pytrace=False)
