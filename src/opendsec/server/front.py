@@ -1,0 +1,151 @@
+"""The outermost ASGI layer of every server: request id, key, raw routes, and the one place where exceptions become
+answers.
+
+It holds no business logic. An exception after the answer has begun can not become an error any more: the connection
+is then closed without a proper end (a chunked or Content-Length body stays visibly incomplete) and the reason is
+logged.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+from collections.abc import Callable
+from typing import Any
+
+from litestar.exceptions import (
+    ClientException,
+    HTTPException,
+    LitestarException,
+    MethodNotAllowedException,
+    NotFoundException,
+    ValidationException,
+)
+from litestar.exceptions.http_exceptions import RequestEntityTooLarge
+
+from opendsec import errors
+from opendsec.server.asgi import (
+    ASGIApp,
+    BodyTooLargeError,
+    ClientGoneError,
+    Message,
+    Receive,
+    Scope,
+    Send,
+    request_id,
+    send_error,
+)
+from opendsec.server.auth import Verify, bearer_token
+from opendsec.wire.contracts import MAX_JSON_BODY
+
+log = logging.getLogger(__name__)
+
+RawRoutes = Callable[[Scope], ASGIApp | None]
+"""Given a request, the ASGI app that answers it before Litestar sees it, or None. May raise an OpenDSecError."""
+
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
+
+
+def no_raw_routes(_scope: Scope) -> ASGIApp | None:
+    """Everything goes to Litestar."""
+    return None
+
+
+class Front:
+    """`verify` runs for every path outside `open_paths` (exact matches)."""
+
+    def __init__(
+        self, app: ASGIApp, *, verify: Verify, open_paths: frozenset[str], raw: RawRoutes = no_raw_routes
+    ) -> None:
+        self._app = app
+        self._verify = verify
+        self._open_paths = open_paths
+        self._raw = raw
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            raise ValueError(f"this server speaks HTTP only, not {scope['type']}")
+        state = scope.setdefault("state", {})
+        identity = _accepted_request_id(scope)
+        state["request_id"] = identity.decode("ascii")
+        started = False
+
+        async def marked(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity)]
+            await send(message)
+
+        try:
+            await self._answer(scope, receive, marked)
+        except ClientGoneError:
+            log.debug("client_gone", extra={"fields": _request_fields(scope)})
+        except Exception as exc:  # noqa: BLE001 - the one boundary where everything becomes an answer
+            if started:
+                log.warning("stream_cut", extra={"fields": {**_request_fields(scope), "reason": _reason(exc)}})
+                return
+            await send_error(scope, marked, as_error(exc, scope), status=_status(exc))
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"] not in self._open_paths:
+            scope["state"]["principal"] = await self._verify(bearer_token(scope))
+        app = self._raw(scope) or self._app
+        await app(scope, receive, send)
+
+
+def _accepted_request_id(scope: Scope) -> bytes:
+    """The caller's X-Request-Id if it is 1 to 128 visible ASCII characters, else a fresh one."""
+    for key, value in scope["headers"]:
+        if key == b"x-request-id" and _REQUEST_ID.match(value):
+            return bytes(value)
+    return secrets.token_hex(8).encode("ascii")
+
+
+def _request_fields(scope: Scope) -> dict[str, object]:
+    return {"request_id": request_id(scope), "method": scope["method"], "path": scope["path"]}
+
+
+def _reason(exc: BaseException) -> str:
+    while isinstance(exc, LitestarException) and exc.__cause__ is not None:
+        exc = exc.__cause__
+    return f"{type(exc).__name__}: {exc}"
+
+
+def _status(exc: Exception) -> int | None:
+    return exc.status_code if isinstance(exc, HTTPException) and not isinstance(exc, ValidationException) else None
+
+
+def as_error(exc: Exception, scope: Scope) -> errors.OpenDSecError:
+    """Any exception as one of ours.
+
+    What nobody foresaw becomes `internal`, logged with its traceback and told without it.
+    """
+    if isinstance(exc, errors.OpenDSecError):
+        return exc
+    if isinstance(exc, RequestEntityTooLarge):
+        return BodyTooLargeError(MAX_JSON_BODY)
+    if isinstance(exc, NotFoundException):
+        return errors.NotFoundError(
+            f"no such endpoint: {scope['method']} {scope['path'][:200]}", remedy="see /openapi.json"
+        )
+    if isinstance(exc, MethodNotAllowedException):
+        return errors.RequestError(f"{scope['path'][:200]} does not take {scope['method']}", remedy="see /openapi.json")
+    if isinstance(exc, ValidationException):
+        return _bad_parameter(exc)
+    if isinstance(exc, ClientException):
+        return errors.RequestError(exc.detail)
+    log.error("request_failed", exc_info=exc, extra={"fields": _request_fields(scope)})
+    return errors.OpenDSecError(
+        "something went wrong inside the server", remedy="its log has the details under this request id"
+    )
+
+
+def _bad_parameter(exc: ValidationException) -> errors.InvalidSpecError:
+    entries: Any = exc.extra if isinstance(exc.extra, list) else []
+    first = entries[0] if entries else {}
+    field = str(first.get("key") or "body")
+    if field == "data":
+        return errors.InvalidSpecError("body: a JSON body is required", detail={"field": "body"})
+    return errors.InvalidSpecError(f"{field}: {first.get('message') or exc.detail}", detail={"field": field})

@@ -1,0 +1,161 @@
+"""Serves an ASGI app over a Unix socket or host:port with uvicorn, uvloop and httptools.
+
+A Unix socket is published by rename, mode 0600, so a restart after kill -9 replaces the old one and never leaves a
+moment without a path.
+Stopping (SIGTERM, SIGINT, or cancelling `serve`) closes the listener, lets answers in progress finish for `grace_s`,
+then cuts them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import socket
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import uvicorn
+import uvloop
+
+from opendsec.errors import InvalidSpecError
+from opendsec.server.asgi import ASGIApp
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+
+BACKLOG = 4096
+"""Connections waiting to be accepted; the kernel caps it at net.core.somaxconn."""
+
+
+@dataclass(frozen=True, slots=True)
+class Address:
+    """Where a server listens: a Unix socket path, or a host and port."""
+
+    path: Path | None = None
+    host: str = ""
+    port: int = 0
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_address(text: str, *, field: str = "listen") -> Address:
+    """`unix:/path`, `/path`, `host:port` or `[v6]:port`. Raises InvalidSpecError naming `field`."""
+    if text.startswith(("unix:", "/")):
+        path = Path(text.removeprefix("unix:"))
+        if not path.is_absolute() or len(os.fsencode(path)) > 90:
+            raise InvalidSpecError(
+                f"{field}: {text!r} is not an absolute path of at most 90 bytes", detail={"field": field}
+            )
+        return Address(path=path)
+    host, _, port = text.rpartition(":")
+    if not host or not port.isascii() or not port.isdigit() or int(port) > 65535:
+        raise InvalidSpecError(f"{field}: {text!r} is neither host:port nor unix:/path", detail={"field": field})
+    return Address(host=host.strip("[]"), port=int(port))
+
+
+def listen(address: Address) -> socket.socket:
+    """A listening socket. Raises OSError; the file name of a Unix socket or the host is in its message."""
+    if address.path is not None:
+        return _listen_unix(address.path)
+    try:
+        family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+        return socket.create_server((address.host, address.port), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        raise OSError(exc.errno, f"cannot listen on {address}: {os.strerror(exc.errno or 0)}") from exc
+
+
+def _listen_unix(path: Path) -> socket.socket:
+    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    fresh = path.with_name(f".{path.name}.{os.getpid()}")
+    fresh.unlink(missing_ok=True)
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        sock.bind(str(fresh))
+        fresh.chmod(0o600)
+        sock.listen(BACKLOG)
+        fresh.rename(path)
+    except OSError:
+        sock.close()
+        fresh.unlink(missing_ok=True)
+        raise
+    return sock
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without its own signal handling, which the runner owns, and with a word when it listens."""
+
+    def __init__(self, config: uvicorn.Config, on_listening: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_listening = on_listening
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn."""
+        await super().startup(sockets)
+        self._on_listening()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+async def serve(
+    app: ASGIApp, sock: socket.socket, *, grace_s: float = 5.0, on_listening: Callable[[], None] = lambda: None
+) -> None:
+    """Serve until SIGTERM or SIGINT, or until cancelled; then shut down gracefully. Closes `sock`.
+
+    `on_listening` is called once, when requests are answered.
+    """
+    config = uvicorn.Config(
+        app,
+        http="httptools",
+        ws="none",
+        lifespan="off",
+        loop="none",
+        log_config=None,
+        access_log=False,
+        backlog=BACKLOG,
+        server_header=False,
+        proxy_headers=False,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(grace_s)),
+    )
+    server = _Server(config, on_listening)
+
+    def stop() -> None:
+        server.should_exit = True
+
+    with _on_signals(stop):
+        async with asyncio.TaskGroup() as group:
+            running = group.create_task(server.serve(sockets=[sock]))
+            try:
+                await asyncio.shield(running)
+            except asyncio.CancelledError:
+                stop()
+                await running
+                raise
+
+
+@contextlib.contextmanager
+def _on_signals(stop: Callable[[], None]) -> Iterator[None]:
+    loop = asyncio.get_running_loop()
+    caught = (signal.SIGTERM, signal.SIGINT)
+    for number in caught:
+        loop.add_signal_handler(number, stop)
+    try:
+        yield
+    finally:
+        for number in caught:
+            loop.remove_signal_handler(number)
+
+
+def run(main: Coroutine[Any, Any, T]) -> T:
+    """Run a process's main coroutine on uvloop."""
+    return uvloop.run(main)

@@ -1,0 +1,107 @@
+"""Answers that take a while: bytes, NDJSON lines or frames sent as they come, no faster than the client reads.
+
+Promises: the first chunk is awaited before the answer starts, so an early failure is still a proper error; a client
+that leaves ends the source at once (`aclose`); a source that fails later cuts the connection without a proper end, so
+nobody takes half for whole.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from contextlib import aclosing
+from typing import Any
+
+from litestar import Request, Response
+
+from opendsec.server.asgi import ASGIApp, ClientGoneError, Headers, Receive, Scope, Send
+from opendsec.wire import codec
+from opendsec.wire.contracts import NDJSON_MEDIA_TYPE, STREAM_MEDIA_TYPE
+
+
+async def send_stream(
+    receive: Receive,
+    send: Send,
+    chunks: AsyncGenerator[bytes],
+    *,
+    status: int = 200,
+    media_type: str,
+    headers: Headers = (),
+) -> None:
+    """Send every chunk.
+
+    The request body must have been read to its end. Raises what `chunks` raises, or ClientGoneError.
+    """
+    try:
+        async with aclosing(chunks), asyncio.TaskGroup() as group:
+            watch = group.create_task(_raise_when_gone(receive))
+            await _pump(
+                send, chunks, status=status, headers=[(b"content-type", media_type.encode("latin-1")), *headers]
+            )
+            watch.cancel()
+    except BaseExceptionGroup as failures:
+        raise _first(failures) from None
+
+
+async def _pump(send: Send, chunks: AsyncGenerator[bytes], *, status: int, headers: Headers) -> None:
+    first = await anext(chunks, b"")
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": first, "more_body": True})
+    async for chunk in chunks:
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+    await send({"type": "http.response.body", "body": b""})
+
+
+async def _raise_when_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    raise ClientGoneError("the client left before the answer was whole")
+
+
+def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one failure worth telling: a client that has gone outranks what its leaving broke."""
+    flat: list[BaseException] = []
+    todo: list[BaseException] = [failures]
+    while todo:
+        one = todo.pop(0)
+        if isinstance(one, BaseExceptionGroup):
+            todo[:0] = one.exceptions
+        else:
+            flat.append(one)
+    return next((one for one in flat if isinstance(one, ClientGoneError)), flat[0])
+
+
+async def ndjson(values: AsyncIterable[object]) -> AsyncGenerator[bytes]:
+    """Each value as one JSON line."""
+    async for value in values:
+        yield codec.encode(value) + b"\n"
+
+
+class StreamAnswer(Response[None]):
+    """What a Litestar handler returns to stream. `headers` are as for any Response."""
+
+    def __init__(
+        self,
+        chunks: AsyncGenerator[bytes],
+        *,
+        media_type: str = STREAM_MEDIA_TYPE,
+        status_code: int | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(None, media_type=media_type, status_code=status_code, headers=headers)
+        self._chunks = chunks
+
+    def to_asgi_response(self, app: Any = None, request: Request[Any, Any, Any] | None = None, **given: Any) -> ASGIApp:  # type: ignore[override]
+        """Called by Litestar."""
+        status = self.status_code or int(given.get("status_code") or 200)
+        head = [(name.lower().encode("latin-1"), str(value).encode("latin-1")) for name, value in self.headers.items()]
+
+        async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+            await send_stream(receive, send, self._chunks, status=status, media_type=str(self.media_type), headers=head)
+
+        return answer
+
+
+def ndjson_answer(values: AsyncIterable[object], *, status_code: int | None = None) -> StreamAnswer:
+    """NDJSON of model values."""
+    return StreamAnswer(ndjson(values), media_type=NDJSON_MEDIA_TYPE, status_code=status_code)
