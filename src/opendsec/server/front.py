@@ -83,10 +83,12 @@ class Front:
         except ClientGoneError:
             log.debug("client_gone", extra={"fields": _request_fields(scope)})
         except Exception as exc:  # noqa: BLE001 - the one boundary where everything becomes an answer
-            if started:
+            if started and isinstance(_cause(exc), ClientGoneError):
+                log.debug("client_gone", extra={"fields": _request_fields(scope)})
+            elif started:
                 log.warning("stream_cut", extra={"fields": {**_request_fields(scope), "reason": _reason(exc)}})
-                return
-            await send_error(scope, marked, as_error(exc, scope), status=_status(exc))
+            else:
+                await send_error(scope, marked, as_error(exc, scope), status=_status(exc))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["path"] not in self._open_paths:
@@ -107,10 +109,16 @@ def _request_fields(scope: Scope) -> dict[str, object]:
     return {"request_id": request_id(scope), "method": scope["method"], "path": scope["path"]}
 
 
-def _reason(exc: BaseException) -> str:
+def _cause(exc: BaseException) -> BaseException:
+    """What Litestar wraps when an exception comes after the answer has begun."""
     while isinstance(exc, LitestarException) and exc.__cause__ is not None:
         exc = exc.__cause__
-    return f"{type(exc).__name__}: {exc}"
+    return exc
+
+
+def _reason(exc: BaseException) -> str:
+    cause = _cause(exc)
+    return f"{type(cause).__name__}: {cause}"
 
 
 def _status(exc: Exception) -> int | None:

@@ -1,13 +1,18 @@
 """Model values and errors ↔ bytes (JSON by msgspec), in one place.
 
-Decoding is strict: unknown fields, wrong types and trailing bytes raise InvalidSpecError naming the field.
+Decoding is strict: unknown fields, wrong types and trailing bytes raise InvalidSpecError naming the field. Answers of a server are read
+with `decode_answer`, which passes over fields a newer server may have added.
 Errors travel as `{"error": {"code", "message", "detail", "remedy", "retryable", "request_id", "sandbox_id"}}`.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import re
-from typing import Any, TypeVar
+import types
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 
@@ -25,11 +30,59 @@ def encode(value: object) -> bytes:
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """JSON → a model value. Raises InvalidSpecError with `detail["field"]` when the bytes do not fit."""
+    """JSON → a model value. Raises InvalidSpecError with `detail["field"]` when the bytes do not fit, unknown fields included."""
+    shape: Any = kind
+    plan = _plan(shape)
+    if plan is None:
+        return decode_answer(data, kind)
+    try:
+        raw = msgspec.json.decode(data)
+        value = msgspec.convert(raw, kind, strict=True)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+        raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
+    for field in _unknown(raw, plan, ""):
+        raise errors.InvalidSpecError(f"{field}: no such field in {kind.__name__}", detail={"field": field})
+    return value
+
+
+def decode_answer(data: bytes | memoryview, kind: type[T]) -> T:
+    """As `decode`, but fields this version does not know are passed over."""
     try:
         return msgspec.json.decode(data, type=kind, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Plan:
+    """Where in a decoded value dataclasses sit: `fields` of this one, or those of every item of a list or mapping."""
+
+    fields: Mapping[str, _Plan | None] | None = None
+    items: _Plan | None = None
+
+
+@functools.cache
+def _plan(kind: Any) -> _Plan | None:
+    """None: nothing below can have an unknown field. msgspec refuses them for its own structs only, not for dataclasses."""
+    if dataclasses.is_dataclass(kind) and isinstance(kind, type):
+        hints = get_type_hints(kind)
+        return _Plan(fields={field.name: _plan(hints[field.name]) for field in dataclasses.fields(kind)})
+    if get_origin(kind) in (Union, types.UnionType):
+        return next((plan for plan in map(_plan, get_args(kind)) if plan is not None), None)
+    inner = [plan for plan in map(_plan, get_args(kind)) if plan is not None]
+    return _Plan(items=inner[0]) if inner else None
+
+
+def _unknown(raw: Any, plan: _Plan, path: str) -> Iterator[str]:
+    if plan.fields is not None and isinstance(raw, dict):
+        for name, value in raw.items():
+            if name not in plan.fields:
+                yield f"{path}{name}"
+            elif (below := plan.fields[name]) is not None:
+                yield from _unknown(value, below, f"{path}{name}.")
+    elif plan.items is not None and isinstance(raw, (dict, list)):
+        for value in raw.values() if isinstance(raw, dict) else raw:
+            yield from _unknown(value, plan.items, path)
 
 
 def to_builtins(value: object) -> Any:
