@@ -1,0 +1,217 @@
+"""`opendsec image …`: make, import, list, inspect and remove images of this machine's store."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from opendsec.errors import OpenDSecError
+from opendsec.model.image import Image
+from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
+from opendsec.store.images import ImageStore
+from opendsec.store.progress import OnProgress
+from opendsec.store.progress import Progress as Step
+
+app = typer.Typer(help="Images of this machine: make, import, list, inspect, remove.", no_args_is_help=True)
+
+STATE_DIR = "/var/lib/opendsec"
+_PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
+Name = Annotated[str, typer.Argument(help="Name of the image.")]
+Replace = Annotated[bool, typer.Option("--replace", help="Let the name mean the new image if it is taken.")]
+
+
+def open_store() -> ImageStore:
+    """The store below OPENDSEC_STATE_DIR."""
+    return ImageStore(Path(_environment().get("OPENDSEC_STATE_DIR", STATE_DIR)) / "store")
+
+
+@app.command("build-debian")
+def build(
+    name: Name,
+    include: Annotated[
+        list[str] | None,
+        typer.Option("--include", help="Packages beyond the minimal system, comma-separated; may be repeated."),
+    ] = None,
+    suite: Annotated[str, typer.Option(help="Debian release.")] = "bookworm",
+    mirror: Annotated[str, typer.Option(help="Mirror to use instead of this machine's own.")] = "",
+    rebuild: Annotated[
+        bool, typer.Option("--rebuild", help="Build even if the same request was built before.")
+    ] = False,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Build a Debian image with mmdebstrap. The same request again is answered from the store."""
+    packages = BASE_PACKAGES if include is None else _split(include)
+    recipe = DebianRecipe(suite=suite, include=packages, mirror=mirror)
+    proxies = {key: value for key, value in _environment().items() if key in _PROXIES}
+    with _errors(as_json), _shown(f"image {name}") as on_progress:
+        image = build_debian(
+            open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress
+        )
+    _print_image(image, as_json=as_json)
+
+
+@app.command("ls")
+def list_images(as_json: Json = False) -> None:
+    """List the images of this machine."""
+    with _errors(as_json):
+        images = open_store().list()
+    if as_json:
+        print(json.dumps([to_json(image) for image in images]))
+        return
+    table = Table(
+        "NAME", "DIGEST", "SIZE", "LAYERS", "CREATED", "SOURCE", box=None, pad_edge=False, header_style="bold"
+    )
+    for image in images:
+        table.add_row(
+            escape(image.name),
+            image.digest[7:19],
+            size_text(image_size(image)),
+            str(len(image.layers)),
+            f"{datetime.fromtimestamp(image.created_at, UTC):%Y-%m-%d %H:%M}",
+            escape(image.source),
+        )
+    Console().print(table)
+
+
+@app.command("inspect")
+def inspect(name: Name) -> None:
+    """Print everything the store knows about an image, as JSON."""
+    with _errors(as_json=False):
+        image = open_store().get(name)
+    print(json.dumps(to_json(image), indent=2))
+
+
+@app.command("rm")
+def remove(names: Annotated[list[str], typer.Argument(help="Names of images.")], as_json: Json = False) -> None:
+    """Remove images, and layers no other image needs. Running sandboxes keep theirs until they end."""
+    removed = []
+    with _errors(as_json):
+        store = open_store()
+        for name in names:
+            removed.append(store.remove(name))
+            if not as_json:
+                print(f"removed {name}")
+    if as_json:
+        print(json.dumps([to_json(image) for image in removed]))
+
+
+def to_json(image: Image) -> dict[str, object]:
+    """An image as JSON types."""
+    return asdict(image) | {"size_bytes": image_size(image)}
+
+
+def image_size(image: Image) -> int:
+    """Bytes of all layers."""
+    return sum(layer.size_bytes for layer in image.layers)
+
+
+def size_text(size_bytes: int) -> str:
+    """`473 MiB`: whole numbers, for a table."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if size_bytes >= 10 * size:
+            return f"{size_bytes / size:.0f} {unit}"
+    return f"{size_bytes} B"
+
+
+def _environment() -> Mapping[str, str]:
+    return os.environ  # noqa: TID251 (the image commands are a composition root)
+
+
+def _split(include: list[str]) -> tuple[str, ...]:
+    return tuple(package for item in include for package in item.replace(",", " ").split())
+
+
+def _print_image(image: Image, *, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(to_json(image)))
+    else:
+        print(f"image {image.name}: {image.digest}, {size_text(image_size(image))}")
+
+
+@contextmanager
+def _errors(as_json: bool) -> Iterator[None]:
+    """Errors of ours become one sentence (or one JSON object) and exit status 1."""
+    try:
+        yield
+    except OpenDSecError as error:
+        if as_json:
+            print(
+                json.dumps(
+                    {
+                        "error": {
+                            "code": error.code,
+                            "message": error.message,
+                            "detail": error.detail,
+                            "remedy": error.remedy,
+                        }
+                    }
+                )
+            )
+        else:
+            print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(1) from error
+
+
+@contextmanager
+def _shown(title: str) -> Iterator[OnProgress]:
+    """A progress line on the terminal (standard error); nothing but the phases when that is no terminal."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield _Phases(title).show
+        return
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24),
+        TaskProgressColumn(),
+        TimeElapsedColumn(),
+        TextColumn("[dim]{task.fields[detail]}"),
+    )
+    with Progress(*columns, console=console, transient=True) as progress:
+        yield _Bar(progress, progress.add_task(escape(title), total=None, detail="")).show
+
+
+class _Phases:
+    """One line for each phase, for logs."""
+
+    def __init__(self, title: str) -> None:
+        self._title = title
+        self._phase = ""
+
+    def show(self, step: Step) -> None:
+        if step.phase != self._phase:
+            self._phase = step.phase
+            print(f"{self._title}: {step.phase}", file=sys.stderr, flush=True)
+
+
+class _Bar:
+    """One line that moves."""
+
+    def __init__(self, progress: Progress, task: TaskID) -> None:
+        self._progress = progress
+        self._task = task
+
+    def show(self, step: Step) -> None:
+        self._progress.update(
+            self._task,
+            description=escape(step.phase),
+            completed=step.done,
+            total=step.total,
+            detail=escape(step.detail[:60]),
+        )

@@ -1,0 +1,208 @@
+"""The image store: a directory tree of immutable, content-addressed files and the names that point into it.
+
+    <root>/blobs/sha256/<hex>             layers: EROFS files, mode 0444
+    <root>/manifests/sha256/<hex>.json    canonical manifests; their digest is the image's
+    <root>/tags/<quoted name>             which manifest a name means now, since when, and where it came from
+    <root>/staging/<token>/               work in progress of live processes
+    <root>/lock                           held for milliseconds while names change
+
+Any number of processes may use one store at once. Readers take no lock. Publishing links finished, synced files to
+their final names and sets the tag last, under the lock; so a crash or a full disk at any point shows either the whole
+image or nothing. Under that lock whatever no tag refers to is garbage, which is how `remove` collects it. A removed
+layer that is still mounted stays readable until its last user is gone, as any unlinked file does.
+
+It does not know how layers are made (`erofs`, `importers`, `debian`) nor how they are mounted (`mounts`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError
+from opendsec.model.ids import check_image_name
+from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
+from opendsec.store.durable import (
+    disk_full_named,
+    link_into,
+    rename_onto,
+    sync_directory,
+    sync_file,
+    write_synced,
+)
+from opendsec.store.manifest import (
+    Tag,
+    decode_manifest,
+    decode_tag,
+    digest_of,
+    encode_manifest,
+    encode_tag,
+    hex_of,
+    name_of_tag_file,
+    tag_file_name,
+    to_image,
+)
+from opendsec.store.staging import locked, reap_staging, staged
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagedLayer:
+    """A finished EROFS file in a staging directory of the store, hashed and synced, but not yet part of it."""
+
+    path: Path
+    layer: Layer
+
+
+class ImageStore:
+    """One store below `root`, made if it is not there. Opening it also removes what dead processes left in staging."""
+
+    def __init__(self, root: Path, *, clock: Callable[[], float] = time.time) -> None:
+        self.root = root
+        self._clock = clock
+        self._blobs = root / "blobs" / "sha256"
+        self._manifests = root / "manifests" / "sha256"
+        self._tags = root / "tags"
+        self._staging = root / "staging"
+        self._lock_file = root / "lock"
+        with disk_full_named(root):
+            root.mkdir(mode=0o711, parents=True, exist_ok=True)
+            self._staging.mkdir(mode=0o700, exist_ok=True)
+            for directory in (self._blobs, self._manifests, self._tags):
+                directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+            if reap_staging(self._staging, self._lock_file):
+                with locked(self._lock_file):
+                    self._collect()
+
+    def get(self, name: str) -> Image:
+        """The image a name means now. ImageNotFoundError; InvalidSpecError when it cannot be a name."""
+        check_image_name(name)
+        try:
+            tag = decode_tag((self._tags / tag_file_name(name)).read_bytes(), name=name)
+            manifest = self._manifest_path(tag.digest).read_bytes()
+        except FileNotFoundError as error:
+            raise ImageNotFoundError(
+                f"no image {name!r} in the store",
+                detail={"image": name},
+                remedy="see `opendsec image ls`; `opendsec image build-debian` and `opendsec image import` make one",
+            ) from error
+        if digest_of(manifest) != tag.digest:
+            raise ImageInvalidError(f"the manifest of image {name!r} does not have the digest its tag says")
+        return to_image(name, tag, manifest)
+
+    def list(self) -> list[Image]:
+        """All images, by name."""
+        return list(self._images())
+
+    def remove(self, name: str) -> Image:
+        """Forget a name and delete what no other name needs; what was removed. ImageNotFoundError."""
+        with locked(self._lock_file):
+            image = self.get(name)
+            (self._tags / tag_file_name(name)).unlink()
+            sync_directory(self._tags)
+            self._collect()
+        return image
+
+    def blob_path(self, digest: str) -> Path:
+        """Where the layer of that digest lies, whether or not it is there."""
+        return self._blobs / hex_of(digest)
+
+    def staging(self) -> AbstractContextManager[Path]:
+        """A private directory on the store's file system to make layers in; see `staged`."""
+        return staged(self._staging, self._lock_file)
+
+    def stage_layer(self, path: Path, *, role: LayerRole = LayerRole.BASE) -> StagedLayer:
+        """Hash and sync a finished EROFS file that lies in a staging directory. Nobody may change it afterwards."""
+        with disk_full_named(self.root), path.open("rb") as file:
+            path.chmod(0o444)
+            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+            sync_file(path)
+        return StagedLayer(path=path, layer=Layer(digest=digest, size_bytes=path.stat().st_size, role=role))
+
+    def publish(
+        self,
+        name: str,
+        *,
+        layers: Sequence[StagedLayer | Layer],
+        config: ImageConfig,
+        source: str = "",
+        replace: bool = False,
+    ) -> Image:
+        """Make an image visible under a name, whole and at once.
+
+        Layers, lowest first, are new files or layers the store has already (ImageInvalidError when it has not).
+        Publishing the same content again is no change. A name that means other content is a ConflictError unless
+        `replace`.
+        """
+        check_image_name(name)
+        flat = tuple(one.layer if isinstance(one, StagedLayer) else one for one in layers)
+        manifest = encode_manifest(flat, config)
+        tag = Tag(digest=digest_of(manifest), created_at=self._clock(), source=source)
+        with disk_full_named(self.root), self.staging() as work, locked(self._lock_file):
+            present = self._present(name)
+            if present is not None and present.digest == tag.digest:
+                return present
+            if present is not None and not replace:
+                raise _taken(name, present)
+            try:
+                self._add_layers(layers)
+                self._add_manifest(work, manifest, tag.digest)
+                write_synced(work / "tag", encode_tag(tag))
+                rename_onto(work / "tag", self._tags / tag_file_name(name))
+            finally:
+                self._collect()
+        return to_image(name, tag, manifest)
+
+    def _present(self, name: str) -> Image | None:
+        try:
+            return self.get(name)
+        except ImageNotFoundError:
+            return None
+
+    def _add_layers(self, layers: Sequence[StagedLayer | Layer]) -> None:
+        for one in layers:
+            if isinstance(one, StagedLayer):
+                link_into(one.path, self.blob_path(one.layer.digest))
+            elif not self.blob_path(one.digest).exists():
+                raise ImageInvalidError(f"layer {one.digest} is not in the store", detail={"layer": one.digest})
+
+    def _add_manifest(self, work: Path, manifest: bytes, digest: str) -> None:
+        write_synced(work / "manifest", manifest)
+        link_into(work / "manifest", self._manifest_path(digest))
+
+    def _manifest_path(self, digest: str) -> Path:
+        return self._manifests / f"{hex_of(digest)}.json"
+
+    def _images(self) -> Iterator[Image]:
+        for name in sorted(name_of_tag_file(path.name) for path in self._tags.iterdir()):
+            image = self._present(name)
+            if image is not None:
+                yield image
+
+    def _collect(self) -> None:
+        """Delete what no tag needs; the lock is held. With a damaged tag about, nothing is: it may need anything."""
+        manifests: set[str] = set()
+        blobs: set[str] = set()
+        try:
+            for path in self._tags.iterdir():
+                tag = decode_tag(path.read_bytes(), name=name_of_tag_file(path.name))
+                layers, _ = decode_manifest(self._manifest_path(tag.digest).read_bytes())
+                manifests.add(self._manifest_path(tag.digest).name)
+                blobs.update(hex_of(layer.digest) for layer in layers)
+        except (ImageInvalidError, FileNotFoundError):
+            return
+        for directory, needed in ((self._manifests, manifests), (self._blobs, blobs)):
+            for path in directory.iterdir():
+                if path.name not in needed:
+                    path.unlink()
+
+
+def _taken(name: str, present: Image) -> ConflictError:
+    return ConflictError(
+        f"image {name!r} exists with other content",
+        detail={"field": "name", "digest": present.digest},
+        remedy="choose another name, remove it first, or say --replace",
+    )
