@@ -37,7 +37,7 @@ native: venv
 	@$(MAKE) -s -C native install
 
 image: native
-	@$(VENV)/bin/opendsec image show $(IMAGE) >/dev/null 2>&1 \
+	@$(VENV)/bin/opendsec image inspect $(IMAGE) >/dev/null 2>&1 \
 	  || $(VENV)/bin/opendsec image build-debian $(IMAGE) --include $(IMAGE_PACKAGES)
 
 lock:
