@@ -42,14 +42,15 @@ def make_app(
     *,
     title: str,
     version: str,
-    verify: Verify,
+    verify: Verify | None,
     raw: RawRoutes = no_raw_routes,
     state: Mapping[str, object] | None = None,
     max_body: int = MAX_JSON_BODY,
 ) -> ASGIApp:
     """The ASGI app of a server.
 
-    `routes`: Litestar handlers, routers or controllers. `verify`: turns a bearer token into a principal
+    `routes`: Litestar handlers, routers or controllers. `verify`: turns a bearer token into a principal; None
+    for a Unix socket, whose mode is the guard. It is kept in the request's state
     (`server.asgi.principal`).
     `raw`: looked at first, after the key. `state`: becomes `request.app.state`. `max_body`: bytes of a body Litestar
     reads whole; handlers that read a raw body use `server.asgi.body_chunks(request.receive)`, which has no limit.

@@ -53,10 +53,10 @@ def no_raw_routes(_scope: Scope) -> ASGIApp | None:
 
 
 class Front:
-    """`verify` runs for every path outside `open_paths` (exact matches)."""
+    """`verify` runs for every path outside `open_paths` (exact matches). None: whoever reaches the socket may ask."""
 
     def __init__(
-        self, app: ASGIApp, *, verify: Verify, open_paths: frozenset[str], raw: RawRoutes = no_raw_routes
+        self, app: ASGIApp, *, verify: Verify | None, open_paths: frozenset[str], raw: RawRoutes = no_raw_routes
     ) -> None:
         self._app = app
         self._verify = verify
@@ -91,7 +91,7 @@ class Front:
                 await send_error(scope, marked, as_error(exc, scope), status=_status(exc))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"] not in self._open_paths:
+        if self._verify is not None and scope["path"] not in self._open_paths:
             scope["state"]["principal"] = await self._verify(bearer_token(scope))
         app = self._raw(scope) or self._app
         await app(scope, receive, send)
