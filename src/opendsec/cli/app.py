@@ -1,0 +1,28 @@
+"""The client's commands, put together. The package's entry point adds those of the machine (`opendsec.main`)."""
+
+from __future__ import annotations
+
+import typer
+
+from opendsec.cli import benching, copying, demonstrating, listing, running, shells
+
+app = typer.Typer(
+    help="OpenDSec: isolated sandboxes for LLM agents.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
+"""What follows the first argument belongs to the command inside."""
+
+app.command("run", context_settings=_PASS_ON, rich_help_panel="Sandboxes")(running.run)
+app.command("exec", context_settings=_PASS_ON, rich_help_panel="Sandboxes")(running.exec_)
+app.command("shell", rich_help_panel="Sandboxes")(shells.shell)
+app.command("cp", rich_help_panel="Sandboxes")(copying.cp)
+app.command("ls", rich_help_panel="Sandboxes")(listing.ls)
+app.command("logs", rich_help_panel="Sandboxes")(listing.logs)
+app.command("stop", rich_help_panel="Sandboxes")(listing.stop)
+app.command("demo", rich_help_panel="Try it")(demonstrating.demo)
+app.command("bench", rich_help_panel="Try it")(benching.bench)

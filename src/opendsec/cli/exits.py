@@ -1,0 +1,54 @@
+"""Exit statuses, in one place.
+
+The command's own status comes first. What the platform adds, as shells and timeout(1) have it: 124 the command ran into
+its timeout, 125 the platform failed (nothing is known of the command), 126 it could not be executed, 127 it was not
+found, 130 interrupted, 141 nobody reads the output any more, 143 terminated. Usage errors are 2.
+"""
+
+from __future__ import annotations
+
+from opendsec import ShellResult
+from opendsec.errors import ExecError, NoShellError, OpenDSecError
+from opendsec.model.command import CommandResult, EndReason
+
+TIMEOUT = 124
+PLATFORM = 125
+NOT_EXECUTABLE = 126
+NOT_FOUND = 127
+INTERRUPTED = 130
+BROKEN_PIPE = 141
+TERMINATED = 143
+
+
+def of_result(result: CommandResult | ShellResult) -> int:
+    """The status for a command that has ended."""
+    if result.end_reason is EndReason.TIMEOUT:
+        return TIMEOUT
+    if result.exit_code is None:
+        return PLATFORM
+    return result.exit_code
+
+
+def of_error(error: OpenDSecError) -> int:
+    """The status for an error of ours."""
+    if isinstance(error, NoShellError):
+        return NOT_FOUND
+    if isinstance(error, ExecError):
+        return NOT_FOUND if error.detail.get("errno") in {"ENOENT", 2} else NOT_EXECUTABLE
+    return PLATFORM
+
+
+def sentence(result: CommandResult | ShellResult) -> str:
+    """What a user should know beyond the status; "" when it says everything."""
+    extra = {
+        EndReason.TIMEOUT: f"ended after its timeout ({result.duration_s:.1f} s)",
+        EndReason.CANCELLED: "was ended by request",
+        EndReason.OOM: "was killed: the sandbox's memory limit is reached",
+        EndReason.PIDS_LIMIT: "failed: the sandbox's process limit is reached",
+        EndReason.DISK_FULL: "failed: the sandbox's disk is full",
+        EndReason.SESSION_ENDED: "ended its session's shell",
+        EndReason.SANDBOX_ENDED: "was ended with its sandbox",
+        EndReason.LOST: "was lost: how it ended is not known",
+    }.get(result.end_reason, "")
+    kept = "its output is longer than what was kept" if result.truncated else ""
+    return "; ".join(part for part in (extra and f"the command {extra}", kept) if part)

@@ -1,0 +1,149 @@
+"""`opendsec ls`, `logs` and `stop`: which sandboxes there are, what their commands wrote, and ending them."""
+
+from __future__ import annotations
+
+import time
+from typing import Annotated
+
+import anyio
+import typer
+
+from opendsec import DSecClient
+from opendsec.cli import exits, options
+from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, progress, size, when
+from opendsec.cli.session import with_client
+from opendsec.cli.streams import relay
+from opendsec.errors import NotFoundError, OpenDSecError
+from opendsec.model.node import LIVE_STATES, SandboxState, SandboxStatus
+
+PARALLEL_STOPS = 32
+
+
+def ls(
+    labels: options.Labels = None,
+    state: Annotated[SandboxState | None, typer.Option(help="Only those in this state.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended lately.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
+    as_json: Json = False,
+) -> None:
+    """List your sandboxes."""
+    wanted = options.pairs(labels, "--label")
+
+    async def main(client: DSecClient) -> int:
+        found = [item async for item in client.list(labels=wanted, state=state)]
+        shown = [item for item in found if everything or state is not None or item.state in LIVE_STATES]
+        if as_json:
+            print_json(shown)
+        elif quiet:
+            for item in shown:
+                print_line(item.sandbox_id)
+        else:
+            columns = ("SANDBOX", "STATE", "IMAGE", "AGE", "COMMANDS", "MEMORY", "LABELS")
+            print_table(columns, [_row(item) for item in shown])
+        return 0
+
+    with_client(main)
+
+
+def _row(item: SandboxStatus) -> tuple[str, ...]:
+    state = f"{item.state} ({item.end_reason})" if item.end_reason else str(item.state)
+    labels = " ".join(f"{key}={value}" for key, value in item.spec.labels.items())
+    age = _age(time.time() - item.created_at)
+    return item.sandbox_id, state, item.spec.image, age, str(item.running_commands), size(item.memory_bytes), labels
+
+
+def _age(seconds: float) -> str:
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f}{unit}"
+    return f"{max(seconds, 0):.0f}s"
+
+
+def logs(
+    sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of a sandbox.")],
+    command_id: Annotated[
+        str | None, typer.Argument(metavar="[COMMAND]", help="Id of a command; without it they are listed.")
+    ] = None,
+    as_json: Json = False,
+) -> None:
+    """List the commands of a sandbox, or show the output of one and follow it to its end."""
+
+    async def main(client: DSecClient) -> int:
+        sandbox = await client.connect(sandbox_id)
+        if command_id is not None and not as_json:
+            process = await sandbox.commands.attach(command_id)
+            end = await relay(process, stdin=False, owned=False)
+            if text := exits.sentence(end):
+                note(f"opendsec: {text}")
+            return exits.of_result(end)
+        commands = await sandbox.commands.list()
+        if command_id is not None:
+            commands = tuple(item for item in commands if item.command_id == command_id)
+        if as_json:
+            print_json(commands)
+            return 0
+        columns = ("COMMAND", "STARTED", "STATUS", "OUTPUT", "WHAT")
+        rows = [
+            (
+                item.command_id,
+                when(item.started_at),
+                "running" if item.result is None else f"{item.result.end_reason} {item.result.exit_code}",
+                size(item.stdout_bytes + item.stderr_bytes),
+                item.summary.replace("\n", " ")[:60],
+            )
+            for item in commands
+        ]
+        print_table(columns, rows)
+        return 0
+
+    with_client(main)
+
+
+def stop(
+    sandbox_ids: Annotated[list[str] | None, typer.Argument(metavar="[SANDBOX]...", help="Ids of sandboxes.")] = None,
+    everything: Annotated[bool, typer.Option("--all", "-a", help="All of your project.")] = False,
+    labels: options.Labels = None,
+    as_json: Json = False,
+) -> None:
+    """Stop sandboxes. What was stopped already is no error."""
+    wanted = options.pairs(labels, "--label")
+    if not sandbox_ids and not everything and not wanted:
+        raise typer.BadParameter("name sandboxes, or use --label or --all", param_hint="SANDBOX")
+
+    async def main(client: DSecClient) -> int:
+        names = list(sandbox_ids or ())
+        if everything or wanted:
+            found = [item async for item in client.list(labels=wanted)]
+            names += [item.sandbox_id for item in found if item.state in LIVE_STATES]
+        return await _stop_all(client, names, as_json=as_json)
+
+    with_client(main)
+
+
+async def _stop_all(client: DSecClient, names: list[str], *, as_json: bool) -> int:
+    stopped: list[SandboxStatus] = []
+    failed: list[OpenDSecError] = []
+    limit = anyio.CapacityLimiter(PARALLEL_STOPS)
+
+    async def one(name: str) -> None:
+        async with limit:
+            try:
+                stopped.append(await client.stop(name))
+            except OpenDSecError as error:
+                failed.append(error)
+        advance(1)
+
+    with progress("stopping", len(names)) as advance:
+        async with anyio.create_task_group() as group:
+            for name in names:
+                group.start_soon(one, name)
+    if as_json:
+        print_json(stopped)
+    else:
+        for item in stopped:
+            print_line(item.sandbox_id)
+    for error in failed:
+        print_error(error, as_json=False)
+    if any(isinstance(error, NotFoundError) for error in failed):
+        return 1
+    return exits.PLATFORM if failed else 0

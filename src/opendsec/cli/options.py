@@ -1,0 +1,59 @@
+"""Options that start a sandbox, shared by the commands that do, and how they become run arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Annotated
+
+import typer
+
+from opendsec import DSecContainerRunArgs
+from opendsec.model.spec import BackendKind
+
+Backend = Annotated[BackendKind, typer.Option(help="Kind of isolation.")]
+Memory = Annotated[int | None, typer.Option("--memory", metavar="MIB", help="Memory limit in MiB.")]
+Cpus = Annotated[float | None, typer.Option("--cpus", metavar="CORES", help="CPU limit in cores, fractions allowed.")]
+Network = Annotated[bool, typer.Option("--network", help="Allow outgoing IPv4; without it there is only loopback.")]
+User = Annotated[str | None, typer.Option("--user", "-u", help="User to run as: name, uid or uid:gid.")]
+Workdir = Annotated[str | None, typer.Option("--workdir", "-w", help="Directory to run in.")]
+Env = Annotated[list[str] | None, typer.Option("--env", "-e", metavar="NAME=VALUE", help="Environment; may repeat.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", "-l", metavar="KEY=VALUE", help="Label; may repeat.")]
+Timeout = Annotated[
+    float | None, typer.Option("--timeout", metavar="SECONDS", help="End the command after this time (status 124).")
+]
+IdleTtl = Annotated[
+    float, typer.Option("--ttl", metavar="SECONDS", help="Stop the sandbox after this time without any use; 0: never.")
+]
+
+
+def pairs(words: Iterable[str] | None, option: str) -> dict[str, str]:
+    """`A=1 B=2` as a mapping. Raises typer.BadParameter for a word without `=`."""
+    found = {}
+    for word in words or ():
+        key, equals, value = word.partition("=")
+        if not equals or not key:
+            raise typer.BadParameter(f"{word!r} is not NAME=VALUE", param_hint=option)
+        found[key] = value
+    return found
+
+
+def run_args(
+    image: str,
+    *,
+    backend: BackendKind,
+    memory: int | None,
+    cpus: float | None,
+    network: bool,
+    labels: Iterable[str] | None,
+    ttl: float,
+) -> DSecContainerRunArgs:
+    """What the client asks the platform for."""
+    return DSecContainerRunArgs(
+        container_image=image,
+        backend=backend,
+        memory_limit_mb=memory,
+        cpu_cores_limit=cpus,
+        network_rules={"*": True} if network else {},
+        labels=pairs(labels, "--label"),
+        ttl_running_stop=ttl if ttl > 0 else None,
+    )

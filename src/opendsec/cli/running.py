@@ -1,0 +1,142 @@
+"""`opendsec run` and `opendsec exec`: one command, its output as it comes, its exit status."""
+
+from __future__ import annotations
+
+import shlex
+from typing import Annotated
+
+import typer
+
+from opendsec import DSecClient, Sandbox, ShellResult
+from opendsec.cli import exits, options
+from opendsec.cli.output import Json, note, print_json
+from opendsec.cli.session import with_client
+from opendsec.cli.streams import relay
+from opendsec.model.spec import BackendKind
+
+Stdin = Annotated[
+    bool, typer.Option("--stdin", "-i", help="Give this terminal's, pipe's or file's bytes to the command.")
+]
+Keep = Annotated[bool, typer.Option("--keep", help="Leave the sandbox running and print its id on standard error.")]
+Session = Annotated[
+    str | None, typer.Option("--session", help="Run it in the shell of this name, which keeps directory and variables.")
+]
+
+
+def run(
+    context: typer.Context,
+    image: Annotated[str, typer.Argument(help="Image to start from.")],
+    backend: options.Backend = BackendKind.CONTAINER,
+    memory: options.Memory = None,
+    cpus: options.Cpus = None,
+    network: options.Network = False,
+    user: options.User = None,
+    workdir: options.Workdir = None,
+    env: options.Env = None,
+    labels: options.Labels = None,
+    timeout: options.Timeout = None,
+    ttl: options.IdleTtl = 300.0,
+    stdin: Stdin = False,
+    keep: Keep = False,
+    as_json: Json = False,
+) -> None:
+    """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
+    argv = _argv(context)
+    args = options.run_args(image, backend=backend, memory=memory, cpus=cpus, network=network, labels=labels, ttl=ttl)
+    variables = options.pairs(env, "--env")
+
+    async def main(client: DSecClient) -> int:
+        if not keep:
+            async with client.container(args) as sandbox:
+                return await _run(
+                    sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json
+                )
+        sandbox = await client.run_container(args)
+        note(f"sandbox {sandbox.id}")
+        return await _run(
+            sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json
+        )
+
+    with_client(main)
+
+
+def exec_(
+    context: typer.Context,
+    sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of a running sandbox.")],
+    user: options.User = None,
+    workdir: options.Workdir = None,
+    env: options.Env = None,
+    timeout: options.Timeout = None,
+    stdin: Stdin = False,
+    session: Session = None,
+    as_json: Json = False,
+) -> None:
+    """Run a command in a sandbox that is there already: `opendsec exec sbx-… -- make test`."""
+    argv = _argv(context)
+    variables = options.pairs(env, "--env")
+
+    async def main(client: DSecClient) -> int:
+        sandbox = await client.connect(sandbox_id)
+        return await _run(
+            sandbox,
+            argv,
+            variables,
+            user=user,
+            cwd=workdir,
+            timeout=timeout,
+            stdin=stdin,
+            session=session,
+            as_json=as_json,
+        )
+
+    with_client(main)
+
+
+def _argv(context: typer.Context) -> list[str]:
+    words = list(context.args)
+    if words[:1] == ["--"]:
+        words = words[1:]
+    if not words:
+        raise typer.BadParameter("say what to run, after --", param_hint="COMMAND")
+    return words
+
+
+async def _run(
+    sandbox: Sandbox,
+    argv: list[str],
+    env: dict[str, str],
+    *,
+    user: str | None,
+    cwd: str | None,
+    timeout: float | None,
+    stdin: bool,
+    as_json: bool,
+    session: str | None = None,
+) -> int:
+    command = argv if session is None else shlex.join(argv)
+    if as_json:
+        result = await sandbox.commands.run(
+            command, cwd=cwd, env=env, user=user, timeout=timeout, session=session, stdin=None
+        )
+        print_json(_fields(sandbox, result))
+        return exits.of_result(result)
+    process = await sandbox.commands.start(
+        command, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, session=session
+    )
+    end = await relay(process, stdin=stdin)
+    if text := exits.sentence(end):
+        note(f"opendsec: {text}")
+    return exits.of_result(end)
+
+
+def _fields(sandbox: Sandbox, result: ShellResult) -> dict[str, object]:
+    return {
+        "sandbox_id": sandbox.id,
+        "command_id": result.command_id,
+        "exit_code": result.exit_code,
+        "end_reason": str(result.end_reason),
+        "truncated": result.truncated,
+        "duration_s": result.duration_s,
+        "stdout": result.stdout,
+        "stderr": result.stderr,
+    }

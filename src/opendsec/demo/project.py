@@ -1,0 +1,102 @@
+"""The project the demonstration works on: cachetools as published on PyPI, pinned by version and digest.
+
+It is pure Python, has no dependencies, and its 476 tests need nothing but unittest. pip fetches the source archive
+once; later runs take it from the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import sys
+import tarfile
+from pathlib import Path, PurePosixPath
+
+from opendsec.errors import ConnectError, DigestMismatchError, OpenDSecError
+
+NAME = "cachetools"
+VERSION = "8.0.2"
+SHA256 = "30ac523adfc118b51d2b2e7bad8a0ddb31370dfe2700c7f10ca224f36ccf81e0"
+ARCHIVE = f"{NAME}-{VERSION}.tar.gz"
+
+TEST_COMMAND = "PYTHONPATH=src python3 -m unittest -q"
+PATCH_COMMAND = "git apply --verbose -"
+BREAKING_PATCH = """\
+--- a/src/cachetools/__init__.py
++++ b/src/cachetools/__init__.py
+@@ -376,3 +376,3 @@
+         try:
+-            key = next(iter(self.__order))
++            key = next(reversed(self.__order))
+         except StopIteration:
+"""
+"""Makes the least-recently-used cache throw away what was used last."""
+
+FETCH_TIMEOUT_S = 120.0
+
+
+async def fetch(cache: Path) -> Path:
+    """The archive, from the cache or from PyPI. Raises ConnectError with pip's last words, or DigestMismatchError."""
+    archive = cache / ARCHIVE
+    if not archive.is_file():
+        cache.mkdir(parents=True, exist_ok=True)
+        await _download(cache)
+    check_digest(archive)
+    return archive
+
+
+def check_digest(archive: Path) -> None:
+    """Raises DigestMismatchError unless this is the pinned archive."""
+    found = hashlib.sha256(archive.read_bytes()).hexdigest()
+    if found != SHA256:
+        raise DigestMismatchError(
+            f"{archive} is not {NAME} {VERSION} as published: its SHA-256 is {found}", remedy=f"delete {archive}"
+        )
+
+
+async def _download(cache: Path) -> None:
+    arguments = ["download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
+    arguments += ["--no-binary", ":all:", "--dest", str(cache), f"{NAME}=={VERSION}"]
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "pip",
+        *arguments,
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.DEVNULL,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    try:
+        async with asyncio.timeout(FETCH_TIMEOUT_S):
+            _, errors = await process.communicate()
+    except TimeoutError as exc:
+        process.kill()
+        await process.wait()
+        raise ConnectError(f"pip did not fetch {NAME} within {FETCH_TIMEOUT_S:.0f} s") from exc
+    if process.returncode != 0:
+        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
+        raise ConnectError(
+            f"pip could not fetch {NAME} {VERSION}: {last}",
+            remedy=f"get {ARCHIVE} from PyPI by hand and give it with --sdist",
+        )
+
+
+def unpack(archive: Path, target: Path) -> int:
+    """The archive's regular files below `target`, without the archive's top directory; returns how many.
+
+    Raises OpenDSecError for an entry that would land outside.
+    """
+    count = 0
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            path = PurePosixPath(member.name)
+            if path.is_absolute() or ".." in path.parts:
+                raise OpenDSecError(f"{archive}: entry {member.name!r} leads outside")
+            source = tar.extractfile(member) if member.isfile() and len(path.parts) > 1 else None
+            if source is None:
+                continue
+            file = target.joinpath(*path.parts[1:])
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_bytes(source.read())
+            count += 1
+    return count
