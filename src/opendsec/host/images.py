@@ -18,10 +18,13 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from opendsec.errors import OpenDSecError
-from opendsec.model.image import Image
+from opendsec.errors import InvalidSpecError, OpenDSecError
+from opendsec.model.ids import check_image_name
+from opendsec.model.image import Image, ImageConfig
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
 from opendsec.store.images import ImageStore
+from opendsec.store.importers import ImportRequest, import_image
+from opendsec.store.importers.source import parse_source
 from opendsec.store.progress import OnProgress
 from opendsec.store.progress import Progress as Step
 
@@ -63,6 +66,28 @@ def build(
         image = build_debian(
             open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress
         )
+    _print_image(image, as_json=as_json)
+
+
+@app.command("import")
+def import_source(
+    name: Name,
+    source: Annotated[str, typer.Argument(help="A directory, a tar archive (also compressed), or oci:DIR[:REF].")],
+    env: Annotated[list[str] | None, typer.Option("--env", help="NAME=value for commands; may be repeated.")] = None,
+    workdir: Annotated[str | None, typer.Option(help="Working directory of commands.")] = None,
+    user: Annotated[str | None, typer.Option(help="User of commands: name, uid, or user:group.")] = None,
+    replace: Replace = False,
+    as_json: Json = False,
+) -> None:
+    """Import an image. --env, --workdir and --user are for directories and archives; an OCI image brings its own."""
+    with _errors(as_json), _shown(f"image {name}") as on_progress:
+        request = ImportRequest(
+            name=check_image_name(name, field="name"),
+            source=parse_source(source),
+            config=_given_config(env, workdir, user),
+            replace=replace,
+        )
+        image = import_image(open_store(), request, on_progress=on_progress)
     _print_image(image, as_json=as_json)
 
 
@@ -130,7 +155,20 @@ def size_text(size_bytes: int) -> str:
 
 
 def _environment() -> Mapping[str, str]:
-    return os.environ  # noqa: TID251 (the image commands are a composition root)
+    return os.environ
+
+
+def _given_config(env: list[str] | None, workdir: str | None, user: str | None) -> ImageConfig | None:
+    """None when nothing was said, so that an OCI image's own config is not mistaken for overridden."""
+    if env is None and workdir is None and user is None:
+        return None
+    variables = {}
+    for item in env or []:
+        name, separator, value = item.partition("=")
+        if not separator:
+            raise InvalidSpecError(f"env: {item[:80]!r} is not NAME=value", detail={"field": "env"})
+        variables[name] = value
+    return ImageConfig(env=variables, workdir=workdir or "/", user=user or "")
 
 
 def _split(include: list[str]) -> tuple[str, ...]:

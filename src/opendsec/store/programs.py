@@ -85,7 +85,7 @@ def run_program(
 
 @contextmanager
 def filtered(argv: Sequence[str], source_fd: int) -> Iterator[BinaryIO]:
-    """Standard output of a program that reads `source_fd`. NodeError when all was read and the program failed."""
+    """Standard output of a program that reads `source_fd`. ChildProcessError if it failed and all was read."""
     reader, writer = os.pipe2(os.O_CLOEXEC)
     with os.fdopen(reader, "rb") as output:
         try:
@@ -96,7 +96,7 @@ def filtered(argv: Sequence[str], source_fd: int) -> Iterator[BinaryIO]:
             yield output
             at_end = output.read(1) == b""
             if at_end and (status := wait()) != 0:
-                raise NodeError(f"{Path(argv[0]).name} ended with status {status}", retryable=False)
+                raise ChildProcessError(f"{Path(argv[0]).name} ended with status {status}")
 
 
 def _spawn(

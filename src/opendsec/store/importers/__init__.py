@@ -1,0 +1,79 @@
+"""Make images from what people have: a directory, a tar archive, an OCI image layout.
+
+Whatever the source, it becomes one tree, then one base layer, then one published image. Everything on the way lies in
+a staging directory of the store, which is gone afterwards, also after a failure.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from opendsec.errors import UnsupportedError
+from opendsec.model.image import Image, ImageConfig
+from opendsec.model.spec import check_env, check_path
+from opendsec.store.erofs import make_erofs
+from opendsec.store.images import ImageStore
+from opendsec.store.importers.limits import Limits
+from opendsec.store.importers.oci import Layout
+from opendsec.store.importers.source import Source, SourceKind
+from opendsec.store.importers.tar import opened_archive, position
+from opendsec.store.importers.unpack import TreeWriter
+from opendsec.store.progress import OnProgress, Progress, quietly
+
+__all__ = ["ImportRequest", "import_image"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImportRequest:
+    """What to import and under which name."""
+
+    name: str
+    source: Source
+    config: ImageConfig | None = None
+    """Defaults of commands for a directory or an archive, which have none of their own; an OCI image keeps its."""
+    replace: bool = False
+    limits: Limits = field(default_factory=Limits)
+
+
+def import_image(store: ImageStore, request: ImportRequest, *, on_progress: OnProgress = quietly) -> Image:
+    """Import and publish. ImageInvalidError, DigestMismatchError, ConflictError, DiskFullError, InvalidSpecError."""
+    source = request.source
+    if source.kind is SourceKind.OCI and request.config is not None:
+        raise UnsupportedError(
+            "an OCI image brings its own env, workdir and user; they cannot be changed while importing it",
+            detail={"field": "config"},
+        )
+    config = request.config or ImageConfig()
+    check_env(config.env)
+    check_path(config.workdir, "workdir")
+    with store.staging() as work:
+        tree = work / "tree"
+        match source.kind:
+            case SourceKind.DIRECTORY:
+                tree = source.path
+            case SourceKind.TAR:
+                _unpack_tar(source.path, tree, request.limits, on_progress)
+            case SourceKind.OCI:
+                layout = Layout(source.path, limits=request.limits)
+                image = layout.find(source.ref)
+                layout.apply_layers(image, tree, on_progress=on_progress)
+                config = image.config
+        make_erofs(work / "layer", tree, on_progress=on_progress)
+        on_progress(Progress(phase="publishing"))
+        staged = store.stage_layer(work / "layer")
+        return store.publish(request.name, layers=[staged], config=config, source=str(source), replace=request.replace)
+
+
+def _unpack_tar(path: Path, tree: Path, limits: Limits, on_progress: OnProgress) -> None:
+    """A plain archive has no lower layers, so names that look like whiteouts are files like any other."""
+    writer = TreeWriter(tree, limits=limits, whiteouts=False)
+    total = path.stat().st_size
+    with (
+        path.open("rb") as file,
+        opened_archive(file, label=path.name, limits=limits) as archive,
+        writer.layer(path.name),
+    ):
+        for member in archive.entries():
+            writer.apply(archive, member)
+            on_progress(Progress(phase="unpacking", done=position(file), total=total, detail=member.name))

@@ -1,0 +1,372 @@
+"""Apply tar entries to a tree on this machine, exactly and without ever leaving the tree.
+
+Kept: owners by number, modes with set-id bits, modification times, hard links, symbolic links, devices, FIFOs, holes,
+extended attributes with capabilities and ACLs. Layers are applied in order with the whiteout rules of the OCI image
+specification: `.wh.NAME` removes NAME of lower layers, `.wh..wh..opq` removes all that lower layers have in its
+directory, and neither touches what the same layer brings, wherever it stands in the archive.
+
+Parents are resolved inside the tree, symbolic links included, as a process chrooted there would see them; `..` in a
+name is refused, and nothing is ever opened through a link. Nobody else may write to the tree meanwhile (it is
+private, mode 0700).
+"""
+
+# Paths are bytes here, because names of files need not be text.
+# ruff: noqa: PTH101, PTH102, PTH115, PTH208, PTH211
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import errno
+import os
+import posixpath
+import stat
+import tarfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import BinaryIO, cast
+from urllib.parse import unquote_to_bytes
+
+from opendsec.errors import ImageInvalidError, InvalidSpecError
+from opendsec.store.durable import remove_tree
+from opendsec.store.importers.limits import Limits
+from opendsec.store.importers.tar import Archive
+
+WHITEOUT = ".wh."
+_WHITEOUT_META = ".wh..wh."
+_OPAQUE = ".wh..wh..opq"
+_PAX_XATTR = "SCHILY.xattr."
+_LIBARCHIVE_XATTR = "LIBARCHIVE.xattr."
+_OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")
+"""An image that brings these would steer the overlay file system it becomes a layer of."""
+
+_XATTR_BYTES = 3000
+"""ext4 has one block for all attributes of a file, and says ENOSPC when they do not fit."""
+
+_IMPLICIT_MODE = 0o755
+_MAX_LINKS = 40
+_COPY_BYTES = 1 << 20
+_NAME_ERRORS = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.EMLINK})
+
+
+class TreeWriter:
+    """One tree, filled layer by layer. Begin each archive with `layer`, apply its entries, and close the `with`."""
+
+    def __init__(self, root: Path, *, limits: Limits, whiteouts: bool = True) -> None:
+        if os.geteuid() != 0:
+            raise InvalidSpecError(
+                "unpacking an image needs root: its files have owners", detail={"field": "user"}, remedy="use sudo"
+            )
+        self._root = os.fsencode(root)
+        self._limits = limits
+        self._whiteouts = whiteouts
+        self._label = ""
+        self._here: set[bytes] = set()
+        self._times: dict[bytes, int] = {}
+        self._resolved: dict[bytes, bytes] = {}
+        self.entries = 0
+        self.total_bytes = 0
+        if not root.exists():
+            root.mkdir(mode=_IMPLICIT_MODE)
+            root.chmod(_IMPLICIT_MODE)
+            self._times[b""] = 0
+
+    @contextlib.contextmanager
+    def layer(self, label: str) -> Iterator[None]:
+        """The entries applied inside belong to this layer. Directory times are set when it ends."""
+        self._label = label
+        self._here.clear()
+        yield
+        self._set_times()
+
+    def apply(self, archive: Archive, member: tarfile.TarInfo) -> None:
+        """Apply one entry. ImageInvalidError names layer and entry."""
+        self._count(member)
+        path = self._clean(member.name, member)
+        directory, name = posixpath.split(path)
+        try:
+            if self._whiteouts and name.startswith(os.fsencode(WHITEOUT)):
+                self._whiteout(member, directory, os.fsdecode(name))
+                return
+            target = self._place(directory, name, member)
+            self._write(archive, member, target)
+            self._remember(target)
+        except OverflowError as error:
+            raise self._bad(member, "an owner, time or device number is out of range") from error
+        except OSError as error:
+            if error.errno in _NAME_ERRORS:
+                raise self._bad(member, os.strerror(error.errno or 0)) from error
+            raise
+
+    # names
+
+    def _clean(self, name: str, member: tarfile.TarInfo) -> bytes:
+        """A name as a relative path of plain components; `` is the root of the tree."""
+        encoded = os.fsencode(name)
+        parts = [part for part in encoded.split(b"/") if part not in (b"", b".")]
+        if b".." in parts:
+            raise self._bad(member, f"the name {name!r} climbs out with `..`")
+        if b"\0" in encoded:
+            raise self._bad(member, "its name holds a NUL")
+        return b"/".join(parts)
+
+    def _full(self, relative: bytes) -> bytes:
+        return self._root + b"/" + relative if relative else self._root
+
+    def _place(self, directory: bytes, name: bytes, member: tarfile.TarInfo) -> bytes:
+        """The path below the root where the entry goes; its parents are there."""
+        if not name:
+            return b""
+        parent = self._parent(directory, member, make=True)
+        if parent is None:
+            raise self._bad(member, "its directory could not be made")
+        self._keep_time(parent)
+        return parent + b"/" + name if parent else name
+
+    def _parent(self, directory: bytes, member: tarfile.TarInfo, *, make: bool) -> bytes | None:
+        """Resolve a directory inside the tree, following links as chroot(2) would; None when missing and not made."""
+        known = self._resolved.get(directory)
+        if known is not None:
+            return known
+        done: list[bytes] = []
+        todo = directory.split(b"/")[::-1] if directory else []
+        links = 0
+        while todo:
+            part = todo.pop()
+            if part in (b"", b"."):
+                continue
+            if part == b"..":
+                done = done[:-1]
+                continue
+            here = b"/".join([*done, part])
+            kind = self._kind(here)
+            if kind == stat.S_IFLNK:
+                links += 1
+                if links > _MAX_LINKS:
+                    raise self._bad(member, "too many symbolic links on the way to it")
+                link = os.readlink(self._full(here))
+                done = [] if link.startswith(b"/") else done
+                todo.extend(link.split(b"/")[::-1])
+                continue
+            if kind != stat.S_IFDIR:
+                if not make:
+                    return None
+                self._make_implicit(here, exists=kind is not None)
+            done.append(part)
+        resolved = b"/".join(done)
+        self._resolved[directory] = resolved
+        return resolved
+
+    def _kind(self, relative: bytes) -> int | None:
+        try:
+            return stat.S_IFMT(os.lstat(self._full(relative)).st_mode)
+        except FileNotFoundError:
+            return None
+
+    def _make_implicit(self, relative: bytes, *, exists: bool) -> None:
+        """A directory no entry describes: root's, mode 0755, time 0, so that the clock has no say in the result."""
+        self._keep_time(posixpath.dirname(relative))
+        if exists:
+            self._remove(relative)
+        os.mkdir(self._full(relative), _IMPLICIT_MODE)
+        os.chmod(self._full(relative), _IMPLICIT_MODE)
+        self._times[relative] = 0
+        self._remember(relative)
+
+    # whiteouts
+
+    def _whiteout(self, member: tarfile.TarInfo, directory: bytes, name: str) -> None:
+        if name != _OPAQUE and name.startswith(_WHITEOUT_META):
+            return  # Left over from aufs; means nothing in an image.
+        hidden = os.fsencode(name[len(WHITEOUT) :])
+        if hidden in (b"", b".", b".."):
+            raise self._bad(member, "a whiteout must name what it hides")
+        parent = self._parent(directory, member, make=False)
+        if parent is None or self._kind(parent) != stat.S_IFDIR:
+            return
+        self._keep_time(parent)
+        if name == _OPAQUE:
+            for child in os.listdir(self._full(parent)):
+                self._hide(parent + b"/" + child if parent else child)
+        else:
+            self._hide(parent + b"/" + hidden if parent else hidden)
+
+    def _hide(self, relative: bytes) -> None:
+        """Remove what lower layers brought at a path and below; what this layer brought stays, with its parents."""
+        kind = self._kind(relative)
+        if kind is None:
+            return
+        if relative not in self._here:
+            self._remove(relative)
+        elif kind == stat.S_IFDIR:
+            for child in os.listdir(self._full(relative)):
+                self._hide(relative + b"/" + child)
+
+    def _remember(self, relative: bytes) -> None:
+        """This layer brought the path, and so keeps its parents."""
+        while relative and relative not in self._here:
+            self._here.add(relative)
+            relative = posixpath.dirname(relative)
+
+    def _remove(self, relative: bytes) -> None:
+        self._resolved.clear()
+        prefix = relative + b"/"
+        for gone in [path for path in self._times if path == relative or path.startswith(prefix)]:
+            del self._times[gone]
+        remove_tree(Path(os.fsdecode(self._full(relative))))
+
+    # entries
+
+    def _write(self, archive: Archive, member: tarfile.TarInfo, target: bytes) -> None:
+        kind = self._kind(target)
+        if kind is not None and not (kind == stat.S_IFDIR and member.isdir()):
+            if not target:
+                raise self._bad(member, "the root of an image is a directory")
+            self._remove(target)
+            kind = None
+        full = self._full(target)
+        if member.islnk():
+            self._link(member, full)
+            return
+        self._create(archive, member, full, exists=kind is not None)
+        os.chown(full, member.uid, member.gid, follow_symlinks=False)
+        if not member.issym():
+            os.chmod(full, member.mode & 0o7777)
+        self._set_xattrs(member, full, clear=kind is not None)
+        if member.isdir():
+            self._times[target] = _mtime_ns(member)
+        else:
+            os.utime(full, ns=(_mtime_ns(member), _mtime_ns(member)), follow_symlinks=False)
+
+    def _create(self, archive: Archive, member: tarfile.TarInfo, full: bytes, *, exists: bool) -> None:
+        if member.isdir():
+            if not exists:
+                os.mkdir(full, 0o700)
+        elif member.isreg():
+            self._copy(archive, member, full)
+        elif member.issym():
+            if not member.linkname:
+                raise self._bad(member, "a symbolic link to nothing")
+            os.symlink(os.fsencode(member.linkname), full)
+        elif member.isfifo():
+            os.mkfifo(full, 0o600)
+        elif member.ischr() or member.isblk():
+            kind = stat.S_IFCHR if member.ischr() else stat.S_IFBLK
+            os.mknod(full, kind | 0o600, os.makedev(member.devmajor, member.devminor))
+        else:
+            raise self._bad(member, f"its type {member.type!r} is not known")
+
+    def _copy(self, archive: Archive, member: tarfile.TarInfo, full: bytes) -> None:
+        source = archive.content(member)
+        fd = os.open(full, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+        try:
+            for offset, size in extents_of(member):
+                _copy_extent(source, fd, offset, size)
+            os.ftruncate(fd, member.size)
+        finally:
+            os.close(fd)
+
+    def _link(self, member: tarfile.TarInfo, full: bytes) -> None:
+        directory, name = posixpath.split(self._clean(member.linkname, member))
+        parent = self._parent(directory, member, make=False)
+        source = None if parent is None or not name else (parent + b"/" + name if parent else name)
+        if source is None or self._kind(source) in (None, stat.S_IFDIR):
+            raise self._bad(member, f"a hard link to {member.linkname!r}, which is no file here")
+        os.link(self._full(source), full, follow_symlinks=False)
+
+    def _set_xattrs(self, member: tarfile.TarInfo, full: bytes, *, clear: bool) -> None:
+        """After chown(2), which drops capabilities. The entry's attributes replace those of a lower layer."""
+        if clear:
+            for name in os.listxattr(full, follow_symlinks=False):
+                os.removexattr(full, name, follow_symlinks=False)
+        for key, value in xattrs_of(member.pax_headers).items():
+            if key.startswith(_OVERLAY_XATTRS):
+                raise self._bad(member, f"the attribute {os.fsdecode(key)} is reserved for overlay file systems")
+            try:
+                os.setxattr(full, key, value, follow_symlinks=False)
+            except OSError as error:
+                too_big = error.errno == errno.ENOSPC and len(value) > _XATTR_BYTES
+                if too_big or error.errno in (errno.EOPNOTSUPP, errno.EPERM, errno.ERANGE, errno.E2BIG):
+                    raise self._bad(
+                        member, f"the attribute {os.fsdecode(key)} cannot be set: {os.strerror(error.errno or 0)}"
+                    ) from error
+                raise
+
+    # times
+
+    def _keep_time(self, directory: bytes) -> None:
+        """Changing what a directory holds must not change its time; an entry of its own sets it later."""
+        if directory not in self._times:
+            self._times[directory] = os.lstat(self._full(directory)).st_mtime_ns
+
+    def _set_times(self) -> None:
+        for directory, mtime_ns in self._times.items():
+            os.utime(self._full(directory), ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+        self._times.clear()
+
+    # limits and errors
+
+    def _count(self, member: tarfile.TarInfo) -> None:
+        self.entries += 1
+        if self.entries > self._limits.max_entries:
+            raise self._bad(member, f"more than {self._limits.max_entries} entries")
+        if member.isreg():
+            self.total_bytes += member.size
+            if member.size > self._limits.max_file_bytes:
+                raise self._bad(member, f"{member.size} bytes, a file may have {self._limits.max_file_bytes}")
+            if self.total_bytes > self._limits.max_total_bytes:
+                raise self._bad(member, f"the files together have more than {self._limits.max_total_bytes} bytes")
+
+    def _bad(self, member: tarfile.TarInfo, why: str) -> ImageInvalidError:
+        return ImageInvalidError(
+            f"{self._label}: entry {member.name!r}: {why}", detail={"layer": self._label, "entry": member.name}
+        )
+
+
+def extents_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
+    """Offset and size of what is no hole. (`TarInfo.sparse` is typed wrongly in typeshed.)"""
+    sparse = cast("list[tuple[int, int]] | None", member.sparse)
+    return [(0, member.size)] if sparse is None else list(sparse)
+
+
+def _copy_extent(source: BinaryIO, fd: int, offset: int, size: int) -> None:
+    source.seek(offset)
+    os.lseek(fd, offset, os.SEEK_SET)
+    remaining = size
+    while remaining > 0:
+        chunk = source.read(min(remaining, _COPY_BYTES))
+        if not chunk:
+            raise tarfile.ReadError("unexpected end of data")
+        _write_all(fd, chunk)
+        remaining -= len(chunk)
+
+
+def _write_all(fd: int, chunk: bytes) -> None:
+    view = memoryview(chunk)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def xattrs_of(pax_headers: Mapping[str, str]) -> dict[bytes, bytes]:
+    """Extended attributes out of pax headers, as star, GNU tar and Go (SCHILY) or as libarchive write them."""
+    found: dict[bytes, bytes] = {}
+    for key, value in pax_headers.items():
+        encoded = value.encode("utf-8", "surrogateescape")
+        if key.startswith(_PAX_XATTR):
+            found[os.fsencode(key.removeprefix(_PAX_XATTR))] = encoded
+        elif key.startswith(_LIBARCHIVE_XATTR):
+            name = unquote_to_bytes(key.removeprefix(_LIBARCHIVE_XATTR))
+            with contextlib.suppress(binascii.Error):
+                found.setdefault(name, base64.b64decode(encoded + b"=" * (-len(encoded) % 4)))
+    return found
+
+
+def _mtime_ns(member: tarfile.TarInfo) -> int:
+    """Whole nanoseconds: pax writes times as decimal text, which a float would round."""
+    text = member.pax_headers.get("mtime", "")
+    whole, point, fraction = text.partition(".")
+    if point and whole.removeprefix("-").isdigit() and fraction.isdigit():
+        nanoseconds = int(fraction[:9].ljust(9, "0"))
+        return int(whole) * 10**9 + (-nanoseconds if whole.startswith("-") else nanoseconds)
+    return int(member.mtime * 10**9)
