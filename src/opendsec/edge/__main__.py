@@ -1,0 +1,151 @@
+"""`python -m opendsec.edge`: one edge process. The composition root: settings from the environment, backends, store, server.
+
+    OPENDSEC_EDGE              name of this edge, 1 to 32 of a-z and 0-9 (local)
+    OPENDSEC_STATE_DIR         state, on ext4, xfs or btrfs (/var/lib/opendsec)
+    OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
+    OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
+    OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
+    OPENDSEC_EDGE_BACKENDS     comma-separated (container)
+    OPENDSEC_EDGE_STARTS       sandboxes started at once (8)
+    OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
+    OPENDSEC_EDGE_MEMORY_FLOOR_MB, OPENDSEC_EDGE_DISK_FLOOR_MB    nothing is admitted below these (512, 1024)
+    OPENDSEC_EDGE_KEEP_ENDED   seconds an ended sandbox's results can be asked for (3600)
+    OPENDSEC_LOG_LEVEL         debug, info, warning, error (info)
+
+SIGTERM stops the edge, never its sandboxes: the next edge of the same name adopts them.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from opendsec import errors
+from opendsec.backends.base import Backend
+from opendsec.backends.dummy import DummyBackend
+from opendsec.edge.admission import AdmissionLimits
+from opendsec.edge.images import AnyImage, ImageSource
+from opendsec.edge.node import Node, NodeSettings
+from opendsec.edge.server import edge_app
+from opendsec.model.ids import check_edge_name
+from opendsec.model.spec import BackendKind
+from opendsec.server import logs
+from opendsec.server.auth import constant_token
+from opendsec.server.runner import Address, listen, parse_address, run, serve
+from opendsec.store.images import ImageStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeSettings:
+    """What the environment says."""
+
+    state_dir: Path
+    run_dir: Path
+    listen: Address
+    token: str
+    backends: tuple[BackendKind, ...]
+    node: NodeSettings
+    log_level: str
+
+
+def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
+    """Raises InvalidSpecError naming the variable."""
+    edge = check_edge_name(environment.get("OPENDSEC_EDGE", "local"))
+    state = Path(environment.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec"))
+    run_dir = Path(environment.get("OPENDSEC_RUN_DIR", "/run/opendsec"))
+    address = parse_address(
+        environment.get("OPENDSEC_EDGE_LISTEN", f"unix:{run_dir}/edge-{edge}.sock"), field="OPENDSEC_EDGE_LISTEN"
+    )
+    token = environment.get("OPENDSEC_EDGE_TOKEN", "")
+    if address.path is None and len(token) < 16:
+        raise _bad("OPENDSEC_EDGE_TOKEN", "an edge on host:port needs a token of 16 characters or more")
+    return EdgeSettings(
+        state_dir=state,
+        run_dir=run_dir,
+        listen=address,
+        token=token,
+        backends=_backends(environment.get("OPENDSEC_EDGE_BACKENDS", "container")),
+        node=NodeSettings(
+            edge=edge,
+            state_dir=state / "edge" / edge,
+            run_dir=run_dir,
+            start_concurrency=_number(environment, "OPENDSEC_EDGE_STARTS", 8, least=1),
+            keep_ended_s=float(_number(environment, "OPENDSEC_EDGE_KEEP_ENDED", 3600)),
+            limits=AdmissionLimits(
+                max_live=_number(environment, "OPENDSEC_EDGE_MAX_LIVE", 4096, least=1),
+                memory_floor_mb=_number(environment, "OPENDSEC_EDGE_MEMORY_FLOOR_MB", 512),
+                disk_floor_mb=_number(environment, "OPENDSEC_EDGE_DISK_FLOOR_MB", 1024),
+            ),
+        ),
+        log_level=environment.get("OPENDSEC_LOG_LEVEL", "info"),
+    )
+
+
+def _bad(name: str, why: str) -> errors.InvalidSpecError:
+    return errors.InvalidSpecError(f"{name}: {why}", detail={"field": name})
+
+
+def _number(environment: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
+    text = environment.get(name)
+    if text is None:
+        return default
+    if not (text.isascii() and text.isdigit() and int(text) >= least):
+        raise _bad(name, f"{text!r} is not a number from {least} on")
+    return int(text)
+
+
+def _backends(text: str) -> tuple[BackendKind, ...]:
+    offered = {BackendKind.DUMMY}
+    try:
+        kinds = tuple(BackendKind(word.strip()) for word in text.split(","))
+    except ValueError:
+        kinds = ()
+    if not kinds or not offered.issuperset(kinds):
+        raise _bad("OPENDSEC_EDGE_BACKENDS", f"{text!r} is not of {', '.join(sorted(offered))}")
+    return kinds
+
+
+def _make_backends(settings: EdgeSettings) -> dict[BackendKind, Backend]:
+    return {kind: DummyBackend() for kind in settings.backends}
+
+
+def _image_source(settings: EdgeSettings) -> ImageSource:
+    if settings.backends == (BackendKind.DUMMY,):
+        return AnyImage()
+    return ImageStore(settings.state_dir / "store")
+
+
+async def main(settings: EdgeSettings) -> None:
+    """Serve until SIGTERM."""
+    verify = constant_token(settings.token) if settings.token else None
+    node = Node(settings.node, backends=_make_backends(settings), images=_image_source(settings), version=_version())
+    async with node:
+        await serve(edge_app(node, version=_version(), verify=verify), listen(settings.listen))
+
+
+def _version() -> str:
+    try:
+        return version("opendsec")
+    except PackageNotFoundError:
+        return "0+unknown"
+
+
+def _allow_many_files() -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < hard:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+if __name__ == "__main__":
+    try:
+        chosen = read_settings(os.environ)
+        logs.configure(chosen.log_level)
+        _allow_many_files()
+        run(main(chosen))
+    except errors.OpenDSecError as exc:
+        sys.exit(f"opendsec.edge: {exc}")

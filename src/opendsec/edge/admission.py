@@ -1,0 +1,77 @@
+"""The edge's own last yes or no to a new sandbox. Pure: facts in, a refusal with every reason (or none) out.
+
+Limits of a sandbox are caps, not reservations, so nothing is summed up: what counts is what the node has left right now.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opendsec.backends.base import Capability
+from opendsec.errors import UnschedulableError, UnsupportedError
+from opendsec.model.spec import Resources, SandboxSpec
+
+MAX_SLOTS = 60_000
+"""User ranges of 65536 ids above 2**28 fit this often below 2**32."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFacts:
+    """What the node has, measured a moment ago."""
+
+    memory_total_mb: int
+    memory_available_mb: int
+    disk_free_mb: int
+    cpu_count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdmissionLimits:
+    """Below or above these nothing more is admitted."""
+
+    memory_floor_mb: int = 512
+    disk_floor_mb: int = 1024
+    max_live: int = 4096
+    max_creating: int = 4096
+    """Starts under way or waiting for their turn."""
+
+
+def refusals(facts: NodeFacts, limits: AdmissionLimits, *, live: int, creating: int) -> tuple[str, ...]:
+    """Why this node takes nothing more now; empty when it does. `live` includes `creating`."""
+    reasons = []
+    if facts.memory_available_mb < limits.memory_floor_mb:
+        reasons.append(f"{facts.memory_available_mb} MiB of memory available, the floor is {limits.memory_floor_mb}")
+    if facts.disk_free_mb < limits.disk_floor_mb:
+        reasons.append(f"{facts.disk_free_mb} MiB of disk free, the floor is {limits.disk_floor_mb}")
+    if live >= min(limits.max_live, MAX_SLOTS):
+        reasons.append(f"{live} sandboxes live, at most {min(limits.max_live, MAX_SLOTS)}")
+    if creating >= limits.max_creating:
+        reasons.append(f"{creating} sandboxes being created, at most {limits.max_creating}")
+    return tuple(reasons)
+
+
+def check(facts: NodeFacts, limits: AdmissionLimits, *, live: int, creating: int) -> None:
+    """Raise UnschedulableError with every reason, or admit."""
+    reasons = refusals(facts, limits, live=live, creating=creating)
+    if reasons:
+        raise UnschedulableError(
+            "this edge takes no more sandboxes now: " + "; ".join(reasons), detail={"reasons": list(reasons)}
+        )
+
+
+def check_supported(spec: SandboxSpec, capabilities: frozenset[Capability]) -> None:
+    """Raise UnsupportedError naming the field the backend cannot honour. A default nobody asked for is not refused."""
+    wanted = (
+        ("memory_limit_mb", spec.resources.memory_limit_mb is not None, Capability.MEMORY_LIMIT),
+        ("cpu_cores_limit", spec.resources.cpu_cores_limit is not None, Capability.CPU_LIMIT),
+        ("pids_limit", spec.resources.pids_limit not in (None, Resources().pids_limit), Capability.PIDS_LIMIT),
+        ("disk_limit_mb", spec.resources.disk_limit_mb is not None, Capability.DISK_LIMIT),
+        ("network_rules", any(spec.network_rules.values()), Capability.NETWORK),
+    )
+    for name, asked, capability in wanted:
+        if asked and capability not in capabilities:
+            raise UnsupportedError(
+                f"{name}: the {spec.backend.value} backend of this node has no {capability.value}",
+                detail={"field": name, "capability": capability.value},
+                remedy="leave it out, or see `opendsec doctor`",
+            )

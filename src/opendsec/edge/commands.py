@@ -1,0 +1,547 @@
+"""The commands of one sandbox: intent → guest → output → result, each step journalled before it shows.
+
+    submit ─▶ Intent in the journal ─▶ guest.start ─▶ events ─▶ recorder ─▶ Exit ─▶ Result in the journal ─▶ followers ─▶ guest.release
+
+A command runs once. Its operation id, if it has one, finds it again (also while it runs, also after a restart of the edge); the same id with
+another request is refused. It goes on whether or not anybody follows it. A lost connection is taken up again where it was; when the sandbox has
+ended the command has too (`sandbox_ended`), and when the guest knows nothing of a command that had begun, it is `lost`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from typing import Any, Protocol
+
+from opendsec import errors
+from opendsec.backends.base import Usage
+from opendsec.edge import journal, outcome
+from opendsec.edge.outcome import Counters, Recorded
+from opendsec.edge.recorder import Budget, OutputStream, RecentOutputs
+from opendsec.edge.writer import WriterThread
+from opendsec.guest.base import (
+    CHUNK_BYTES,
+    Exit,
+    Guest,
+    GuestError,
+    GuestLostError,
+    KnownCommand,
+    Output,
+    StartCommand,
+    StdinTaken,
+)
+from opendsec.model.command import CommandResult, CommandStatus, EndReason, ExecRequest
+from opendsec.model.ids import CommandId
+from opendsec.model.image import ImageConfig
+from opendsec.model.spec import SandboxSpec
+from opendsec.wire import codec
+from opendsec.wire.contracts import StdinStatus
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SUMMARY_CHARS = 200
+MAX_REMEMBERED = 16_384
+"""Ended commands (and operation ids) of one sandbox; older ones are forgotten."""
+MAX_RUNNING = 1024
+"""The guest agent's own limit."""
+
+
+class Command:
+    """One command: what was asked, what came out, how it ended."""
+
+    def __init__(
+        self,
+        number: int,
+        request: ExecRequest,
+        digest: str,
+        started_at: float,
+        streams: tuple[OutputStream, OutputStream],
+    ) -> None:
+        self.number = number
+        self.command_id = CommandId(f"cmd-{number}")
+        self.request = request
+        self.digest = digest
+        self.started_at = started_at
+        self.stdout, self.stderr = streams
+        self.given = False
+        """The guest has answered START."""
+        self.result: CommandResult | None = None
+        self.error: errors.OpenDSecError | None = None
+        self.position: int | None = None
+        """Where the journal has the result."""
+        self.stdin = StdinProgress()
+        self._watchers: set[asyncio.Event] = set()
+
+    @property
+    def done(self) -> bool:
+        return self.result is not None or self.error is not None
+
+    def status(self) -> CommandStatus:
+        """As the API lists it."""
+        request = self.request
+        text = request.script if request.script is not None else " ".join(request.argv)
+        return CommandStatus(
+            command_id=self.command_id,
+            summary=text[:SUMMARY_CHARS],
+            started_at=self.started_at,
+            running=not self.done,
+            stdout_bytes=self.stdout.total,
+            stderr_bytes=self.stderr.total,
+            session=request.session,
+            operation_id=request.operation_id,
+            pty=request.pty is not None,
+            result=self.result,
+        )
+
+    def watch(self) -> asyncio.Event:
+        """An event set at every change from now on; give it back with `unwatch`."""
+        event = asyncio.Event()
+        self._watchers.add(event)
+        return event
+
+    def unwatch(self, event: asyncio.Event) -> None:
+        self._watchers.discard(event)
+
+    def wake(self) -> None:
+        for event in self._watchers:
+            event.set()
+
+    def recorded(self) -> Recorded:
+        return Recorded(self.stdout.total, self.stderr.total, self.stdout.kept, self.stderr.kept)
+
+
+class StdinProgress:
+    """How far a command's stdin has come."""
+
+    def __init__(self) -> None:
+        self.accepted = 0
+        self.closed = False
+        self.known = True
+        """False after a restart, until the first write: the guest may have more than it has said."""
+        self.turn = asyncio.Lock()
+
+    def taken(self, event: StdinTaken) -> None:
+        self.accepted = max(self.accepted, event.taken)
+        self.closed = self.closed or event.closed
+
+
+class Surroundings(Protocol):
+    """What a sandbox offers its commands."""
+
+    @property
+    def guest(self) -> Guest: ...
+
+    async def reconnected(self, lost: Guest) -> Guest | None:
+        """A connection that is not `lost`; None when the sandbox has ended or is ending."""
+
+    def usage(self) -> Usage: ...
+
+    def work_ended(self) -> None: ...
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None: ...
+
+
+def start_plan(request: ExecRequest, spec: SandboxSpec, image: ImageConfig) -> StartCommand:
+    """The complete command for the guest: image, then sandbox, then request."""
+    env = {"PATH": DEFAULT_PATH, **image.env, **spec.env, **request.env}
+    return StartCommand(
+        script=request.script,
+        argv=request.argv,
+        env=env,
+        cwd=request.cwd or spec.workdir or image.workdir or "/",
+        user=request.user or spec.init_user or image.user,
+        stdin=request.stdin,
+        pty=None if request.pty is None else (request.pty.rows, request.pty.cols),
+        timeout_ms=0 if request.timeout_s is None else max(1, round(request.timeout_s * 1000)),
+        grace_ms=round(request.grace_s * 1000),
+        session=request.session or "",
+    )
+
+
+def request_digest(request: ExecRequest) -> str:
+    """What tells two requests under one operation id apart."""
+    return hashlib.sha256(codec.encode(request)).hexdigest()
+
+
+class CommandBook:
+    """All commands of one sandbox."""
+
+    def __init__(
+        self,
+        surroundings: Surroundings,
+        *,
+        spec: SandboxSpec,
+        image: ImageConfig,
+        file: journal.Journal,
+        output_writer: WriterThread,
+        recent: RecentOutputs,
+        output_cap_bytes: int,
+    ) -> None:
+        self._around = surroundings
+        self._spec = spec
+        self._image = image
+        self._journal = file
+        self._writer = output_writer
+        self._recent = recent
+        self._budget = Budget(output_cap_bytes)
+        self._commands: dict[int, Command] = {}
+        self._operations: dict[str, Command] = {}
+        self._ended: list[int] = []
+        self._next = 1
+        self._counters = Counters()
+        self._one_ended = asyncio.Event()
+        self.running = 0
+
+    # What the API asks
+
+    def submit(self, request: ExecRequest, begin: Callable[[], None]) -> Command:
+        """A new command on its way, or the one this operation id already named. `begin` is called for a new one and may refuse."""
+        known = self._operations.get(request.operation_id) if request.operation_id is not None else None
+        digest = request_digest(request) if request.operation_id is not None else ""
+        if known is not None:
+            if known.digest != digest:
+                raise errors.ConflictError(
+                    f"operation_id {request.operation_id!r} was used for another command",
+                    detail={"field": "operation_id", "command_id": known.command_id},
+                    remedy="use a new operation_id for a new command",
+                )
+            return known
+        if self.running >= MAX_RUNNING:
+            raise errors.CapacityError(f"{self.running} commands are running in this sandbox, at most {MAX_RUNNING}")
+        begin()
+        command = self._add(self._next, request, digest, time.time())
+        self.running += 1
+        self._around.spawn(self._guarded(command, self._run(command)), f"command-{command.number}")
+        return command
+
+    def get(self, command_id: str) -> Command:
+        """Raises NotFoundError."""
+        number = command_id.removeprefix("cmd-")
+        command = (
+            self._commands.get(int(number)) if number.isascii() and number.isdigit() and len(number) < 19 else None
+        )
+        if command is None or command.command_id != command_id:
+            raise errors.NotFoundError(
+                f"no command {command_id[:80]!r} in this sandbox", detail={"command_id": command_id[:80]}
+            )
+        return command
+
+    def all(self) -> list[Command]:
+        """Oldest first."""
+        return list(self._commands.values())
+
+    async def read(self, command: Command, stream: OutputStream, offset: int) -> bytes | memoryview:
+        """Kept bytes from `offset`, up to 256 KiB; b"" when there are none now."""
+        if stream.forgotten and offset < stream.kept and command.position is not None:
+            record = await asyncio.to_thread(self._journal.read_at, command.position)
+            assert isinstance(record, journal.Result)
+            stream.remember((record.stdout if stream is command.stdout else record.stderr) or b"")
+            self._recent.add(stream)
+        found = stream.read_now(offset)
+        return found if found is not None else await asyncio.to_thread(stream.read_file, offset)
+
+    async def write_stdin(
+        self, command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool
+    ) -> StdinStatus:
+        """Pass bytes on; what lies below the accepted offset is skipped. Raises ConflictError for a gap, or when stdin is closed."""
+        progress = command.stdin
+        async with progress.turn:
+            position = progress.accepted if offset is None else offset
+            if progress.known and position > progress.accepted:
+                raise errors.ConflictError(
+                    f"offset: {position} leaves a gap, {progress.accepted} bytes were accepted",
+                    detail={"field": "offset", "accepted": progress.accepted},
+                )
+            async for chunk in chunks:
+                for start in range(0, len(chunk), CHUNK_BYTES):
+                    part = chunk[start : start + CHUNK_BYTES]
+                    await self._put_stdin(command, position, part, eof=False)
+                    position += len(part)
+            if eof:
+                await self._put_stdin(command, position, b"", eof=True)
+            return StdinStatus(accepted=progress.accepted, closed=progress.closed)
+
+    async def _put_stdin(self, command: Command, position: int, data: bytes, *, eof: bool) -> None:
+        progress = command.stdin
+        fresh = data[max(0, progress.accepted - position) :] if progress.known else data
+        begin = position + len(data) - len(fresh)
+        if not fresh and not eof:
+            return
+        if not command.request.stdin and command.request.pty is None:
+            raise errors.ConflictError("this command has no stdin", remedy="start it with stdin=true")
+        if command.done or (progress.closed and fresh):
+            raise errors.ConflictError("the command's stdin is closed", detail={"accepted": progress.accepted})
+        try:
+            await self._around.guest.write_stdin(command.number, begin, fresh, eof=eof)
+        except GuestError as exc:
+            raise outcome.refusal(exc) from exc
+        except GuestLostError as exc:
+            raise errors.SandboxLostError(
+                "the connection to the guest agent was lost; ask for the stdin offset and go on", retryable=True
+            ) from exc
+        progress.known = True
+        progress.accepted = max(progress.accepted, begin + len(fresh))
+        progress.closed = progress.closed or eof
+
+    # A command's life
+
+    def _add(self, number: int, request: ExecRequest, digest: str, started_at: float) -> Command:
+        out = self._journal.directory / "out"
+        streams = tuple(
+            OutputStream(
+                out / f"{number}.{index}", limit=request.max_output_bytes, budget=self._budget, writer=self._writer
+            )
+            for index in (1, 2)
+        )
+        command = Command(number, request, digest, started_at, (streams[0], streams[1]))
+        self._commands[number] = command
+        self._next = max(self._next, number + 1)
+        if request.operation_id is not None:
+            self._operations[request.operation_id] = command
+        return command
+
+    async def _guarded(self, command: Command, work: Coroutine[Any, Any, None]) -> None:
+        """Whatever goes wrong with one command ends that command, never hangs it and never touches another."""
+        try:
+            await work
+        except Exception as exc:
+            log.exception("command_failed_inside", extra={"fields": {"command": command.number}})
+            if not command.done:
+                self._finish(
+                    command, error=errors.CommandLostError(f"the edge failed over this command: {type(exc).__name__}")
+                )
+
+    async def _run(self, command: Command) -> None:
+        try:
+            await self._journal.append(
+                journal.Intent(
+                    number=command.number, request=command.request, digest=command.digest, started_at=command.started_at
+                )
+            )
+        except errors.NodeError as exc:
+            # Nothing was started and nothing recorded: the same operation id may be tried again.
+            self._forget(command)
+            self._finish(command, error=exc)
+            return
+        await self._carry(command, self._around.guest, None)
+
+    async def _carry(self, command: Command, guest: Guest | None, known: KnownCommand | None) -> None:
+        """Bring it to its end over as many connections as it takes. `known`: what a guest met again says of it."""
+        fresh = known is None
+        while guest is not None:
+            try:
+                exit_ = await self._converse(command, guest, known, fresh=fresh)
+            except GuestError as exc:
+                await self._guest_refused(command, exc)
+                return
+            except GuestLostError:
+                lost, guest = guest, await self._around.reconnected(guest)
+                log.info(
+                    "command_reconnects", extra={"fields": {"command": command.number, "again": guest is not lost}}
+                )
+                fresh, known = False, None
+                continue
+            await self._conclude(command, exit_, guest)
+            return
+        await self._conclude_unseen(command, EndReason.SANDBOX_ENDED)
+
+    async def _converse(self, command: Command, guest: Guest, known: KnownCommand | None, *, fresh: bool) -> Exit:
+        if not fresh:
+            found = known or next((one for one in await guest.list_commands() if one.id == command.number), None)
+            if found is None and command.given:
+                raise GuestError("gone", "the guest knows nothing of this command")
+            if found is not None:
+                command.stdout.skip_to(found.stdout_base)
+                command.stderr.skip_to(found.stderr_base)
+                await guest.attach(command.number, command.stdout.total, command.stderr.total)
+                command.given = True
+            fresh = found is None
+        if fresh:
+            await guest.start(command.number, start_plan(command.request, self._spec, self._image))
+            command.given = True
+        command.wake()
+        return await self._pump(command, guest)
+
+    async def _pump(self, command: Command, guest: Guest) -> Exit:
+        acked = (0, 0)
+
+        def on_safe() -> None:
+            nonlocal acked
+            safe = (command.stdout.safe(), command.stderr.safe())
+            if safe != acked and not command.done and not guest.closed:
+                acked = safe
+                guest.ack(command.number, *safe)
+
+        async for event in guest.events(command.number):
+            if isinstance(event, Output):
+                stream = command.stdout if event.stream == 1 else command.stderr
+                stream.record(event.offset, event.data, on_safe=on_safe)
+                command.wake()
+            elif isinstance(event, Exit):
+                return event
+            else:
+                command.stdin.taken(event)
+        raise GuestLostError("the events of a command ended without its exit")
+
+    async def _guest_refused(self, command: Command, exc: GuestError) -> None:
+        if command.given:
+            log.warning("command_lost", extra={"fields": {"command": command.number, "reason": f"{exc.code}: {exc}"}})
+            await self._conclude_unseen(command, EndReason.LOST)
+            return
+        reason = outcome.end_at_start(exc)
+        if reason is not None:
+            await self._conclude_unseen(command, reason)
+            return
+        error = outcome.refusal(exc)
+        await self._record(command, journal.Refused(number=command.number, error=codec.error_fields(error)))
+        self._finish(command, error=error)
+
+    async def _conclude(self, command: Command, exit_: Exit, guest: Guest) -> None:
+        usage = self._around.usage() if outcome.has_failed(exit_) else None
+        before = self._counters
+        if usage is not None:
+            self._counters = before.advanced(usage)
+        await command.stdout.settle()
+        await command.stderr.settle()
+        result = outcome.conclude(
+            command.command_id, exit_, command.recorded(), outcome.end_reason(exit_, before, usage)
+        )
+        if await self._record_result(command, result):
+            guest.release(command.number)
+        self._finish(command, result=result)
+
+    async def _conclude_unseen(self, command: Command, reason: EndReason) -> None:
+        await command.stdout.settle()
+        await command.stderr.settle()
+        duration = max(0.0, time.time() - command.started_at)
+        result = outcome.conclude_unseen(command.command_id, command.recorded(), reason, duration)
+        await self._record_result(command, result)
+        self._finish(command, result=result)
+
+    async def _record_result(self, command: Command, result: CommandResult) -> bool:
+        stdout, stderr = command.stdout, command.stderr
+        return await self._record(
+            command,
+            journal.Result(
+                number=command.number,
+                result=result,
+                stdout=stdout.inline(),
+                stderr=stderr.inline(),
+                stdout_kept=stdout.kept,
+                stderr_kept=stderr.kept,
+                oom_kills=self._counters.oom_kills,
+                pids_denied=self._counters.pids_denied,
+            ),
+        )
+
+    async def _record(self, command: Command, record: journal.Result | journal.Refused) -> bool:
+        """Whether the journal has it. If not, the guest keeps the command, and a new edge asks it again: the answer is the same."""
+        try:
+            position = await self._journal.append(record)
+        except errors.NodeError as exc:
+            log.error("result_not_journalled", extra={"fields": {"command": command.number, "reason": str(exc)}})
+            return False
+        if isinstance(record, journal.Result):
+            command.position = position
+        return True
+
+    def _finish(
+        self, command: Command, *, result: CommandResult | None = None, error: errors.OpenDSecError | None = None
+    ) -> None:
+        command.result, command.error = result, error
+        for stream in (command.stdout, command.stderr):
+            stream.end()
+            if command.position is not None:
+                self._recent.add(stream)
+        self.running -= 1
+        self._around.work_ended()
+        command.wake()
+        self._one_ended.set()
+        self._remember(command)
+
+    async def wait_idle(self) -> None:
+        """Until no command is running."""
+        while self.running:
+            self._one_ended.clear()
+            await self._one_ended.wait()
+
+    @property
+    def oom_kills(self) -> int:
+        """As counted when a command was last blamed for one."""
+        return self._counters.oom_kills
+
+    def _remember(self, command: Command) -> None:
+        self._ended.append(command.number)
+        if len(self._ended) > MAX_REMEMBERED:
+            oldest = self._commands.get(self._ended.pop(0))
+            if oldest is not None:
+                self._forget(oldest)
+
+    def _forget(self, command: Command) -> None:
+        self._commands.pop(command.number, None)
+        if command.request.operation_id is not None and self._operations.get(command.request.operation_id) is command:
+            del self._operations[command.request.operation_id]
+        self._recent.discard(command.stdout)
+        self._recent.discard(command.stderr)
+
+    def forget_all(self) -> None:
+        """The sandbox is forgotten."""
+        for command in list(self._commands.values()):
+            self._forget(command)
+
+    # After a restart of the edge
+
+    def restore(self, position: int, record: journal.Intent | journal.Result | journal.Refused) -> None:
+        """Replay one line of the journal, in order; `position` is where it begins."""
+        if isinstance(record, journal.Intent):
+            self._add(record.number, record.request, record.digest, record.started_at)
+            return
+        command = self._commands.get(record.number)
+        if command is None:
+            return
+        if isinstance(record, journal.Refused):
+            command.error = codec.error_from_fields(dict(record.error))
+        else:
+            command.result = record.result
+            self._counters = Counters(
+                max(self._counters.oom_kills, record.oom_kills), max(self._counters.pids_denied, record.pids_denied)
+            )
+            result = record.result
+            command.position = position
+            command.stdout.restore(
+                total=result.stdout_bytes_total, kept=record.stdout_kept, in_file=record.stdout is None
+            )
+            command.stderr.restore(
+                total=result.stderr_bytes_total, kept=record.stderr_kept, in_file=record.stderr is None
+            )
+        self._remember(command)
+
+    def unfinished(self) -> list[Command]:
+        """Commands the journal has no end of."""
+        return [command for command in self._commands.values() if not command.done]
+
+    def resume(self, known: Mapping[int, KnownCommand], guest: Guest) -> None:
+        """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were restored."""
+        for number, entry in known.items():
+            command = self._commands.get(number)
+            if entry.ended and (command is None or command.done):
+                guest.release(number)
+        for command in self.unfinished():
+            self.running += 1
+            command.stdin.known = False
+            command.stdout.resume_from_file()
+            command.stderr.resume_from_file()
+            work = self._carry(command, guest, known.get(command.number))
+            self._around.spawn(self._guarded(command, work), f"command-{command.number}")
+
+    async def close_unfinished(self) -> None:
+        """The sandbox did not outlive its edge: what had begun has ended with it."""
+        for command in self.unfinished():
+            self.running += 1
+            command.stdout.resume_from_file()
+            command.stderr.resume_from_file()
+            await self._conclude_unseen(command, EndReason.SANDBOX_ENDED)

@@ -1,0 +1,244 @@
+"""The durable record of one sandbox: an append-only file of JSON lines below `<state>/edge/<name>/sandboxes/<id>/journal`.
+
+A new edge process rebuilds everything from it: what was asked for, whether it was started, which commands were given and how they ended. A line is
+written before the fact it stands for becomes visible: a command's intent before the guest hears of it, its result before the caller does.
+
+Refuses to guess: a last line without its newline was cut by the edge's death and never counted; any other line that does not parse is an error.
+A write that does not fit on the disk is taken back whole, so the file never has a torn line in its middle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from opendsec.edge.writer import WriterThread
+from opendsec.errors import DiskFullError, NodeError
+from opendsec.model.command import CommandResult, ExecRequest
+from opendsec.model.ids import SandboxId
+from opendsec.model.image import ImageConfig
+from opendsec.model.node import SandboxEnd
+from opendsec.model.spec import Lifetime, SandboxSpec
+
+log = logging.getLogger(__name__)
+
+JOURNAL = "journal"
+VERSION = 1
+
+
+class Created(msgspec.Struct, frozen=True, tag="created", kw_only=True):
+    """First line: admitted, nothing started yet."""
+
+    version: int = VERSION
+    sandbox_id: SandboxId
+    project: str
+    spec: SandboxSpec
+    image_digest: str
+    image_config: ImageConfig
+    slot: int
+    created_at: float
+    """Unix time."""
+    created_mono_s: float
+    """The same moment on the machine's monotonic clock, which goes on across restarts of the edge."""
+
+
+class Started(msgspec.Struct, frozen=True, tag="started", kw_only=True):
+    """The backend has started it; its handle."""
+
+    backend: str
+    handle_version: int
+    handle: Mapping[str, str | int]
+    ready_at: float
+
+
+class Updated(msgspec.Struct, frozen=True, tag="updated", kw_only=True):
+    """Lifetime and labels as they are from now on."""
+
+    lifetime: Lifetime
+    labels: Mapping[str, str]
+
+
+class PauseState(msgspec.Struct, frozen=True, tag="pause", kw_only=True):
+    """Whether it is paused from now on."""
+
+    paused: bool
+
+
+class Intent(msgspec.Struct, frozen=True, tag="intent", kw_only=True):
+    """A command is about to be given to the guest. Given again after a restart: the guest knows it by its number and runs it once."""
+
+    number: int
+    request: ExecRequest
+    digest: str
+    started_at: float
+
+
+class Result(msgspec.Struct, frozen=True, tag="result", kw_only=True):
+    """How a command ended. Small outputs are here, larger ones in `out/`; None = look there."""
+
+    number: int
+    result: CommandResult
+    stdout: bytes | None
+    stderr: bytes | None
+    stdout_kept: int
+    stderr_kept: int
+    oom_kills: int = 0
+    """Counters of the sandbox as of this line, so that what happened before is not blamed on the next command."""
+    pids_denied: int = 0
+
+
+class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
+    """The command could not be started; the error's wire fields."""
+
+    number: int
+    error: Mapping[str, object]
+
+
+class Ending(msgspec.Struct, frozen=True, tag="ending", kw_only=True):
+    """Decided: it ends. A restart takes the removal up again."""
+
+    reason: SandboxEnd
+    detail: str
+
+
+class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
+    """Nothing of it is left on the backend."""
+
+    ended_at: float
+
+
+Record = Created | Started | Updated | PauseState | Intent | Result | Refused | Ending | Ended
+
+_encoder = msgspec.json.Encoder()
+_decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
+
+
+class JournalError(NodeError):
+    """A journal holds something that is not a journal; the message names file and line."""
+
+
+def encode(record: Record) -> bytes:
+    """One line."""
+    return _encoder.encode(record) + b"\n"
+
+
+def decode(line: bytes) -> Record:
+    """The record of one line. Raises msgspec.DecodeError."""
+    return _decoder.decode(line)
+
+
+def read(directory: Path) -> list[tuple[int, Record]]:
+    """All records of a sandbox with the positions of their lines, cutting off a torn last line on the disk too. Raises FileNotFoundError, JournalError."""
+    path = directory / JOURNAL
+    content = path.read_bytes()
+    whole = content.rfind(b"\n") + 1
+    if whole != len(content):
+        os.truncate(path, whole)
+    return list(_parse(path, content[:whole]))
+
+
+def _parse(path: Path, content: bytes) -> Iterator[tuple[int, Record]]:
+    position = 0
+    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+        try:
+            yield position, _decoder.decode(line)
+        except msgspec.DecodeError as exc:
+            raise JournalError(
+                f"{path}, line {number}: {exc}", remedy="move the directory away and restart the edge"
+            ) from exc
+        position += len(line)
+
+
+class Journal:
+    """The file of one sandbox, written by the node's writer thread."""
+
+    def __init__(self, directory: Path, writer: WriterThread) -> None:
+        self.directory = directory
+        self._path = str(directory / JOURNAL)
+        self._writer = writer
+
+    async def create(self, record: Created, *, directories: tuple[Path, ...]) -> None:
+        """Make the directories (in this order; the first is the sandbox's own) and write the first line, or leave nothing."""
+        line = encode(record)
+        try:
+            await self._writer.run(lambda: _create(directories, self._path, line))
+        except OSError as exc:
+            raise _node_error(exc, self._path) from exc
+
+    async def append(self, record: Record) -> int:
+        """Write a line; returns where it begins, for `read_at`. Raises DiskFullError or NodeError, and then nothing was written."""
+        line = encode(record)
+        try:
+            return await self._writer.run(lambda: append_line(self._path, line))
+        except OSError as exc:
+            raise _node_error(exc, self._path) from exc
+
+    def append_soon(self, record: Record) -> None:
+        """Queue a line nobody waits for; a failure is logged. Lines keep the order in which they were queued."""
+        line = encode(record)
+        self._writer.run(lambda: append_line(self._path, line)).add_done_callback(self._log_failure)
+
+    def _log_failure(self, done: asyncio.Future[int]) -> None:
+        error = done.exception()
+        if error is not None:
+            log.error("journal_line_lost", extra={"fields": {"path": self._path, "reason": str(error)}})
+
+    def read_at(self, position: int) -> Record:
+        """The record whose line begins there. Blocking: for a worker thread."""
+        with Path(self._path).open("rb") as file:
+            file.seek(position)
+            return decode(file.readline())
+
+
+def _node_error(exc: OSError, path: str) -> NodeError:
+    if exc.errno in (errno.ENOSPC, errno.EDQUOT):
+        return DiskFullError(
+            f"the node's disk is full: {path}", remedy="free space on the state file system", detail={"path": path}
+        )
+    return NodeError(f"{path}: {exc.strerror}", detail={"path": path, "errno": errno.errorcode.get(exc.errno or 0, "")})
+
+
+def append_line(path: str, line: bytes) -> int:
+    """Append to an existing file, all or nothing. Blocking. Raises OSError."""
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+    try:
+        before = os.lseek(fd, 0, os.SEEK_END)
+        try:
+            _write_all(fd, line)
+        except OSError:
+            os.ftruncate(fd, before)
+            raise
+        return before
+    finally:
+        os.close(fd)
+
+
+def _write_all(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
+
+
+def _create(directories: tuple[Path, ...], path: str, line: bytes) -> None:
+    made: list[str] = []
+    try:
+        for directory in map(str, directories):
+            os.mkdir(directory, 0o700)
+            made.append(directory)
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            _write_all(fd, line)
+        finally:
+            os.close(fd)
+    except OSError:
+        if os.path.exists(path):
+            os.unlink(path)
+        for name in reversed(made):
+            os.rmdir(name)
+        raise

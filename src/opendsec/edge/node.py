@@ -1,0 +1,435 @@
+"""The shell of an edge: admits, creates, finds, lists and forgets sandboxes; runs their tasks, their time limits and the recovery.
+
+    async with Node(...) as node:          # locks the state directory, opens backends, adopts what an earlier edge left
+        sandbox = await node.create(...)
+
+Leaving cancels what the edge does, never what it has started: sandboxes and their commands go on and the next edge adopts them.
+Refuses to share its state directory with another edge.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import heapq
+import logging
+import shutil
+import time
+from collections import OrderedDict
+from collections.abc import Coroutine, Iterable, Mapping
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from opendsec import errors
+from opendsec.backends.base import Backend
+from opendsec.edge import admission, journal, lifecycle, recovery
+from opendsec.edge.admission import AdmissionLimits, NodeFacts
+from opendsec.edge.facts import measure
+from opendsec.edge.images import ImageSource
+from opendsec.edge.recorder import RecentOutputs
+from opendsec.edge.sandbox import Parts, Places, Sandbox
+from opendsec.edge.timers import Timers
+from opendsec.edge.writer import WriterThread
+from opendsec.model.ids import SandboxId, check_edge_name, edge_of
+from opendsec.model.image import Image
+from opendsec.model.node import BackendReport, NodeReport, SandboxState
+from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
+
+log = logging.getLogger(__name__)
+
+FACTS_EVERY_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeSettings:
+    """Everything an edge is told."""
+
+    edge: str = "local"
+    state_dir: Path
+    """Of this edge; on ext4, xfs or btrfs."""
+    run_dir: Path
+    """On a tmpfs; sandboxes get `sbx/<id>` below it."""
+    start_concurrency: int = 8
+    limits: AdmissionLimits = field(default_factory=AdmissionLimits)
+    output_cap_bytes: int = 512 * 1024 * 1024
+    """Of output files per sandbox."""
+    keep_ended_s: float = 3600.0
+    """How long the status and the results of an ended sandbox can be asked for."""
+    keep_ended: int = 10_000
+    """At most so many ended ones."""
+
+
+class Slots:
+    """Small numbers, each used by one live sandbox at a time; the lowest free one first."""
+
+    def __init__(self) -> None:
+        self._free: list[int] = []
+        self._next = 0
+
+    def take(self) -> int:
+        if self._free:
+            return heapq.heappop(self._free)
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, slot: int) -> None:
+        heapq.heappush(self._free, slot)
+
+    def reserve(self, slots: Iterable[int]) -> None:
+        """At the start: these are in use."""
+        used = set(slots)
+        self._next = max(used, default=-1) + 1
+        self._free = [slot for slot in range(self._next) if slot not in used]
+
+
+class Node:
+    """One edge. `backends`: those this node offers, by kind; the composition root decides."""
+
+    def __init__(
+        self, settings: NodeSettings, *, backends: Mapping[BackendKind, Backend], images: ImageSource, version: str = ""
+    ) -> None:
+        check_edge_name(settings.edge)
+        self.settings = settings
+        self._backends = dict(backends)
+        self._images = images
+        self._version = version
+        self._unavailable: dict[BackendKind, str] = {}
+        self._sandboxes: dict[SandboxId, Sandbox] = {}
+        self._ended: OrderedDict[SandboxId, Sandbox] = OrderedDict()
+        self._live = 0
+        self._creating = 0
+        self._slots = Slots()
+        self._timers: Timers[Sandbox] = Timers(self._deadline, self._due)
+        self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
+        self._image_names: tuple[str, ...] = ()
+        self._image_cache: dict[str, tuple[float, Image]] = {}
+        self._started_at = time.time()
+        self._recent = RecentOutputs()
+        self._stack = AsyncExitStack()
+        self._parts: Parts | None = None
+        self._removals: WriterThread | None = None
+        self.accepting = True
+
+    # Lifetime
+
+    async def __aenter__(self) -> Self:
+        async with AsyncExitStack() as stack:
+            for directory in (self._sandbox_root, self._trash, self.settings.run_dir / "sbx"):
+                directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
+            journal_writer = await stack.enter_async_context(WriterThread("journal"))
+            output_writer = await stack.enter_async_context(WriterThread("output"))
+            self._removals = await stack.enter_async_context(WriterThread("removal"))
+            for kind, backend in self._backends.items():
+                await self._open(stack, kind, backend)
+            group = await stack.enter_async_context(_CancelledAtExit())
+            self._parts = Parts(
+                edge=self.settings.edge,
+                journal_writer=journal_writer,
+                output_writer=output_writer,
+                recent=self._recent,
+                start_turns=asyncio.Semaphore(self.settings.start_concurrency),
+                output_cap_bytes=self.settings.output_cap_bytes,
+                spawn=group.spawn,
+                on_change=self._timers.look,
+                on_ended=self._sandbox_ended,
+            )
+            self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
+            await self._recover()
+            group.spawn(self._measure_again_and_again(), "facts")
+            group.spawn(self._timers.run(), "timers")
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.accepting = False
+        await self._stack.aclose()
+
+    async def _open(self, stack: AsyncExitStack, kind: BackendKind, backend: Backend) -> None:
+        try:
+            await backend.open()
+        except errors.NodeError as exc:
+            log.warning("backend_unavailable", extra={"fields": {"backend": kind.value, "reason": str(exc)}})
+            self._unavailable[kind] = str(exc)
+            return
+        stack.push_async_callback(backend.close)
+
+    # Requests
+
+    async def create(self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId) -> Sandbox:
+        """Admit and begin one; it is `creating` then. A repeat finds the first one. Raises for whatever forbids it, and then nothing is left."""
+        known = self._sandboxes.get(sandbox_id)
+        if known is not None:
+            return _repeated(known, spec, project)
+        backend = self._admit(spec, sandbox_id)
+        image = await self._image(spec.image)
+        known = self._sandboxes.get(sandbox_id)
+        if known is not None:
+            return _repeated(known, spec, project)
+        return await self._create(spec, project, sandbox_id, backend, image)
+
+    def get(self, sandbox_id: str, *, project: str | None) -> Sandbox:
+        """A sandbox of this project (None: of any). Raises NotFoundError for unknown and foreign ones alike."""
+        sandbox = self._sandboxes.get(SandboxId(sandbox_id))
+        if sandbox is None or (project is not None and sandbox.project != project):
+            raise errors.NotFoundError(f"no sandbox {sandbox_id[:80]!r}", detail={"sandbox_id": sandbox_id[:80]})
+        return sandbox
+
+    def all(self, *, project: str | None) -> list[Sandbox]:
+        """Sandboxes of this project (None: all), live and ended, in the order of their ids."""
+        return [one for _, one in sorted(self._sandboxes.items()) if project is None or one.project == project]
+
+    def report(self) -> NodeReport:
+        """How this edge is."""
+        reasons = list(admission.refusals(self._facts, self.settings.limits, live=self._live, creating=self._creating))
+        if not self.accepting:
+            reasons.append("this edge is stopping")
+        return NodeReport(
+            edge=self.settings.edge,
+            version=self._version,
+            accepting=not reasons,
+            reasons=tuple(reasons),
+            backends={kind.value: self._backend_report(kind) for kind in self._backends},
+            images=self._image_names,
+            live=self._live,
+            creating=self._creating,
+            memory_total_mb=self._facts.memory_total_mb,
+            memory_available_mb=self._facts.memory_available_mb,
+            disk_free_mb=self._facts.disk_free_mb,
+            cpu_count=self._facts.cpu_count,
+            started_at=self._started_at,
+        )
+
+    async def images(self) -> list[Image]:
+        """Images of this node's store."""
+        return await asyncio.to_thread(self._images.list)
+
+    # Creating
+
+    def _admit(self, spec: SandboxSpec, sandbox_id: SandboxId) -> Backend:
+        check_spec(spec)
+        if edge_of(sandbox_id) != self.settings.edge:
+            raise errors.InvalidSpecError(
+                f"sandbox_id {sandbox_id!r} belongs to another edge", detail={"field": "sandbox_id"}
+            )
+        if not self.accepting:
+            raise errors.UnschedulableError("this edge is stopping", detail={"reasons": ["this edge is stopping"]})
+        backend = self._backends.get(spec.backend)
+        if backend is None:
+            raise errors.UnsupportedError(
+                f"backend: this edge has no {spec.backend.value} backend",
+                detail={"field": "backend"},
+                remedy=f"use one of {', '.join(sorted(kind.value for kind in self._backends))}",
+            )
+        if spec.backend in self._unavailable:
+            raise errors.BackendUnavailableError(
+                f"the {spec.backend.value} backend does not work on this node: {self._unavailable[spec.backend]}",
+                remedy="see `opendsec doctor`",
+            )
+        admission.check_supported(spec, backend.capabilities)
+        admission.check(self._facts, self.settings.limits, live=self._live, creating=self._creating)
+        return backend
+
+    async def _image(self, name: str) -> Image:
+        found = self._image_cache.get(name)
+        now = time.monotonic()
+        if found is not None and now - found[0] < FACTS_EVERY_S:
+            return found[1]
+        image = await asyncio.to_thread(self._images.get, name)
+        self._image_cache = (
+            {name: (now, image)} if len(self._image_cache) > 1000 else {**self._image_cache, name: (now, image)}
+        )
+        return image
+
+    async def _create(
+        self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, backend: Backend, image: Image
+    ) -> Sandbox:
+        assert self._parts is not None
+        created = journal.Created(
+            sandbox_id=sandbox_id,
+            project=project,
+            spec=spec,
+            image_digest=image.digest,
+            image_config=image.config,
+            slot=self._slots.take(),
+            created_at=time.time(),
+            created_mono_s=time.monotonic(),
+        )
+        sandbox = Sandbox(self._parts, backend, self._places(sandbox_id), created)
+        self._enrol(sandbox)
+        places = sandbox.places
+        try:
+            await sandbox.journal.create(created, directories=(places.own, places.state, places.run))
+        except errors.NodeError as exc:
+            self._strike(sandbox)
+            sandbox.never_began(str(exc))
+            raise
+        except asyncio.CancelledError:
+            # The caller has gone; the first line may be written already, so the sandbox takes the usual way to its end.
+            sandbox.begin(image)
+            sandbox.apply(lifecycle.DeleteRequested(time.monotonic()))
+            raise
+        sandbox.begin(image)
+        return sandbox
+
+    def _enrol(self, sandbox: Sandbox) -> None:
+        self._sandboxes[sandbox.sandbox_id] = sandbox
+        self._live += 1
+        self._creating += 1
+        sandbox.counted_creating = True
+
+    def _strike(self, sandbox: Sandbox) -> None:
+        del self._sandboxes[sandbox.sandbox_id]
+        self._live -= 1
+        self._settled(sandbox)
+        self._slots.give_back(sandbox.slot)
+
+    def _settled(self, sandbox: Sandbox) -> None:
+        if sandbox.counted_creating:
+            sandbox.counted_creating = False
+            self._creating -= 1
+
+    # Time
+
+    def _deadline(self, sandbox: Sandbox) -> float | None:
+        if sandbox.counted_creating and sandbox.state is not SandboxState.CREATING:
+            self._settled(sandbox)
+        if sandbox.live:
+            return lifecycle.deadline(sandbox.life)
+        return (sandbox.life.ended_at or 0.0) + self.settings.keep_ended_s
+
+    def _due(self, sandbox: Sandbox) -> None:
+        if sandbox.live:
+            sandbox.apply(lifecycle.TimePassed(time.monotonic()))
+        else:
+            self._forget(sandbox)
+
+    async def _measure_again_and_again(self) -> None:
+        while True:
+            self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
+            images = await asyncio.to_thread(self._images.list)
+            self._image_names = tuple(image.name for image in images)
+            await asyncio.sleep(FACTS_EVERY_S)
+
+    # The end of a sandbox
+
+    def _sandbox_ended(self, sandbox: Sandbox) -> None:
+        self._live -= 1
+        self._settled(sandbox)
+        self._slots.give_back(sandbox.slot)
+        self._keep(sandbox)
+
+    def _keep(self, sandbox: Sandbox) -> None:
+        self._ended[sandbox.sandbox_id] = sandbox
+        while len(self._ended) > self.settings.keep_ended:
+            self._forget(next(iter(self._ended.values())))
+
+    def _forget(self, sandbox: Sandbox) -> None:
+        """Nobody asks any more: its files go, out of the way at once and for good in the background."""
+        assert self._removals is not None
+        self._ended.pop(sandbox.sandbox_id, None)
+        self._sandboxes.pop(sandbox.sandbox_id, None)
+        sandbox.commands.forget_all()
+        own, trash = sandbox.places.own, self._trash / sandbox.sandbox_id
+        self._removals.run(lambda: _remove_tree(own, trash)).add_done_callback(_log_failed_removal)
+
+    # Recovery
+
+    async def _recover(self) -> None:
+        assert self._parts is not None
+        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self.settings.run_dir / "sbx", self._trash)
+        await recovery.adopt_all(
+            found, parts=self._parts, backends=self._backends, places=self._places, enrol=self._enrol_found
+        )
+        live = [one for one in self._sandboxes.values() if one.live]
+        self._slots.reserve(one.slot for one in live)
+        for sandbox in sorted(
+            (one for one in self._sandboxes.values() if not one.live), key=lambda one: one.ended_at or 0.0
+        ):
+            self._keep(sandbox)
+        for sandbox in list(self._sandboxes.values()):
+            self._timers.look(sandbox)
+        if found:
+            log.info("recovered", extra={"fields": {"live": len(live), "ended": len(self._ended)}})
+
+    def _enrol_found(self, sandbox: Sandbox, *, live: bool) -> None:
+        self._sandboxes[sandbox.sandbox_id] = sandbox
+        self._live += live
+
+    # Places
+
+    @property
+    def _sandbox_root(self) -> Path:
+        return self.settings.state_dir / "sandboxes"
+
+    @property
+    def _trash(self) -> Path:
+        return self.settings.state_dir / "trash"
+
+    def _places(self, sandbox_id: SandboxId) -> Places:
+        own = self._sandbox_root / sandbox_id
+        return Places(own=own, state=own / "box", run=self.settings.run_dir / "sbx" / sandbox_id)
+
+    def _backend_report(self, kind: BackendKind) -> BackendReport:
+        if kind in self._unavailable:
+            return BackendReport(available=False, reasons=(self._unavailable[kind],))
+        return self._backends[kind].report()
+
+
+class _CancelledAtExit:
+    """A task group whose tasks are cancelled when the block is left, and whose tasks' failures are logged, not spread."""
+
+    def __init__(self) -> None:
+        self._group = asyncio.TaskGroup()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def __aenter__(self) -> Self:
+        await self._group.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await self._group.__aexit__(None, None, None)
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
+        task = self._group.create_task(_logged(work, name), name=name)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+
+async def _logged(work: Coroutine[Any, Any, None], name: str) -> None:
+    try:
+        await work
+    except Exception:
+        log.exception("task_failed", extra={"fields": {"task": name}})
+
+
+def _repeated(known: Sandbox, spec: SandboxSpec, project: str) -> Sandbox:
+    if known.project != project or known.asked != spec:
+        raise errors.ConflictError(
+            "the same sandbox id or idempotency key was used for another request",
+            detail={"sandbox_id": known.sandbox_id},
+            remedy="use a new key for a new request",
+        )
+    return known
+
+
+def _remove_tree(own: Path, trash: Path) -> None:
+    if own.exists():
+        own.rename(trash)
+    if trash.exists():
+        shutil.rmtree(trash)
+
+
+def _log_failed_removal(done: asyncio.Future[None]) -> None:
+    error = done.exception()
+    if error is not None:
+        log.error("files_not_removed", extra={"fields": {"reason": str(error)}})

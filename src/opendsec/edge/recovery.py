@@ -1,0 +1,226 @@
+"""What a new edge finds of an earlier one, and what becomes of it.
+
+| the journal says                      | and                      | then                                                     |
+| ------------------------------------- | ------------------------ | -------------------------------------------------------- |
+| nothing (no whole first line)         |                          | nothing was started: the directory is removed            |
+| created                               | no `started`             | half-made: removed, `start_failed`                       |
+| created, started                      | the backend finds it     | adopted; its commands go on without a gap                |
+| created, started                      | the backend does not     | removed, `guest_lost`; its commands end `sandbox_ended`  |
+| …, ending                             | no `ended`               | half-deleted: the removal is finished                    |
+| …, ended                              |                          | kept for those who still ask                             |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import shutil
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from opendsec import errors
+from opendsec.backends.base import Backend, Handle
+from opendsec.edge import journal
+from opendsec.edge.sandbox import Parts, Places, Sandbox
+from opendsec.guest.base import Guest, GuestError, GuestLostError, KnownCommand
+from opendsec.model.ids import SandboxId
+from opendsec.model.node import SandboxEnd
+from opendsec.model.spec import BackendKind
+
+log = logging.getLogger(__name__)
+
+LOCK_WAIT_S = 10.0
+ADOPT_AT_ONCE = 64
+
+
+class Enrol(Protocol):
+    """How the node takes a found sandbox in."""
+
+    def __call__(self, sandbox: Sandbox, *, live: bool) -> None: ...
+
+
+@dataclass(slots=True)
+class Found:
+    """One sandbox as its journal tells it."""
+
+    created: journal.Created
+    started: journal.Started | None = None
+    paused: bool = False
+    ending: journal.Ending | None = None
+    ended: journal.Ended | None = None
+    updated: journal.Updated | None = None
+    commands: list[tuple[int, journal.Intent | journal.Result | journal.Refused]] = field(default_factory=list)
+
+    @property
+    def handle(self) -> Handle | None:
+        if self.started is None:
+            return None
+        return Handle(
+            backend=BackendKind(self.started.backend),
+            sandbox_id=self.created.sandbox_id,
+            version=self.started.handle_version,
+            data=self.started.handle,
+        )
+
+
+@contextlib.asynccontextmanager
+async def sole_edge(state_dir: Path) -> AsyncIterator[None]:
+    """While this process owns the state directory. Waits a little for an edge that is just ending; raises ConflictError then."""
+    fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        until = time.monotonic() + LOCK_WAIT_S
+        while not _locked(fd):
+            if time.monotonic() > until:
+                raise errors.ConflictError(
+                    f"another edge is using {state_dir}", remedy="stop it, or give this one another name"
+                )
+            await asyncio.sleep(0.05)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _locked(fd: int) -> bool:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def scan(root: Path, run_root: Path, trash: Path) -> list[Found]:
+    """Read every journal; remove what was never begun and what nobody owns. Blocking. Raises OSError, JournalError."""
+    found = []
+    for leftover in trash.iterdir():
+        shutil.rmtree(leftover)
+    for directory in sorted(root.iterdir()):
+        one = _read(directory)
+        if one is None:
+            shutil.rmtree(directory)
+        else:
+            found.append(one)
+    owned = {one.created.sandbox_id for one in found}
+    for directory in run_root.iterdir():
+        if directory.name not in owned:
+            shutil.rmtree(directory)
+    return found
+
+
+def _read(directory: Path) -> Found | None:
+    try:
+        lines = journal.read(directory)
+    except FileNotFoundError:
+        return None
+    return None if not lines else replay(lines)
+
+
+def replay(lines: list[tuple[int, journal.Record]]) -> Found:
+    """The journal's lines, summed up. Raises JournalError when the first is not `created`."""
+    first = lines[0][1]
+    if not isinstance(first, journal.Created):
+        raise journal.JournalError("a journal does not begin with `created`")
+    found = Found(first)
+    for position, record in lines[1:]:
+        match record:
+            case journal.Started():
+                found.started = record
+            case journal.PauseState():
+                found.paused = record.paused
+            case journal.Ending():
+                found.ending = record
+            case journal.Ended():
+                found.ended = record
+            case journal.Updated():
+                found.updated = record
+            case journal.Intent() | journal.Result() | journal.Refused():
+                found.commands.append((position, record))
+            case journal.Created():
+                raise journal.JournalError(f"the journal of {first.sandbox_id} has two beginnings")
+    return found
+
+
+async def adopt_all(
+    found: list[Found],
+    *,
+    parts: Parts,
+    backends: Mapping[BackendKind, Backend],
+    places: Callable[[SandboxId], Places],
+    enrol: Enrol,
+) -> None:
+    """Make sandboxes of everything found, many at a time."""
+    turns = asyncio.Semaphore(ADOPT_AT_ONCE)
+
+    async def one(what: Found) -> None:
+        backend = backends.get(what.created.spec.backend)
+        if backend is None:
+            raise errors.BackendUnavailableError(
+                f"sandbox {what.created.sandbox_id} needs the {what.created.spec.backend.value} backend, which this edge was not given",
+                remedy="start the edge with that backend until its sandboxes have ended",
+            )
+        sandbox = _restored(what, parts, backend, places(what.created.sandbox_id))
+        enrol(sandbox, live=what.ended is None)
+        if what.ended is None:
+            async with turns:
+                await _take_over(sandbox, what)
+
+    async with asyncio.TaskGroup() as group:
+        for what in found:
+            group.create_task(one(what))
+
+
+def _restored(what: Found, parts: Parts, backend: Backend, where: Places) -> Sandbox:
+    sandbox = Sandbox(parts, backend, where, what.created)
+    if what.started is not None:
+        sandbox.handle, sandbox.ready_at = what.handle, what.started.ready_at
+    if what.updated is not None:
+        sandbox.spec = replace(sandbox.spec, lifetime=what.updated.lifetime, labels=what.updated.labels)
+    for position, record in what.commands:
+        sandbox.commands.restore(position, record)
+    if what.ended is not None:
+        reason, detail = (
+            (what.ending.reason, what.ending.detail) if what.ending is not None else (SandboxEnd.GUEST_LOST, "")
+        )
+        sandbox.recall_ended(reason, detail, what.ended.ended_at)
+    return sandbox
+
+
+async def _take_over(sandbox: Sandbox, what: Found) -> None:
+    if what.ending is not None:
+        await sandbox.commands.close_unfinished()
+        sandbox.finish_removal(what.ending.reason, what.ending.detail)
+    elif sandbox.handle is None:
+        sandbox.finish_removal(SandboxEnd.START_FAILED, "the edge was restarted while it was starting")
+    elif not await _adopted(sandbox, sandbox.handle, paused=what.paused):
+        await sandbox.commands.close_unfinished()
+        sandbox.finish_removal(SandboxEnd.GUEST_LOST, "it was gone when the edge was restarted")
+
+
+async def _adopted(sandbox: Sandbox, handle: Handle, *, paused: bool) -> bool:
+    try:
+        if paused:
+            # A frozen guest cannot answer.
+            await sandbox.backend.resume(handle)
+        running = await sandbox.backend.recover(handle)
+        if running is None:
+            return False
+        known = await _known(running.guest)
+        if paused:
+            await sandbox.backend.pause(handle)
+    except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
+        log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
+        return False
+    sandbox.adopt(running, paused=paused)
+    for _ in sandbox.commands.unfinished():
+        sandbox.life = replace(sandbox.life, busy=sandbox.life.busy + 1)
+    sandbox.commands.resume(known, running.guest)
+    return True
+
+
+async def _known(guest: Guest) -> dict[int, KnownCommand]:
+    return {one.id: one for one in await guest.list_commands()}

@@ -1,0 +1,465 @@
+"""One sandbox in the edge: performs what its lifecycle decides, and holds its connection, its journal and its commands.
+
+Decisions are `lifecycle.step`; this file only acts. Everything long runs in the node's task group. A removal that fails is tried again until nothing
+is left: a sandbox is never reported as ended while something of it may still exist.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from opendsec import errors
+from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.edge import journal, lifecycle
+from opendsec.edge.commands import Command, CommandBook
+from opendsec.edge.lifecycle import Instruction, Life
+from opendsec.edge.recorder import RecentOutputs
+from opendsec.edge.writer import WriterThread
+from opendsec.guest.base import Guest, GuestError, GuestLostError
+from opendsec.model.command import ExecRequest
+from opendsec.model.ids import SandboxId
+from opendsec.model.image import Image
+from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
+from opendsec.model.spec import Lifetime, SandboxSpec
+
+log = logging.getLogger(__name__)
+
+REMOVE_RETRY_S = 0.5
+REMOVE_RETRY_MAX_S = 30.0
+LAST_OUTPUT_S = 1.0
+"""How long a stopped guest's connection may take to deliver what is still in it."""
+RECONNECTS = 20
+RECONNECT_WINDOW_S = 10.0
+"""More reconnects within this window mean that the guest cannot be talked to."""
+NO_GUEST = "the sandbox has no guest agent yet"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What every sandbox of a node shares."""
+
+    edge: str
+    journal_writer: WriterThread
+    output_writer: WriterThread
+    recent: RecentOutputs
+    start_turns: asyncio.Semaphore
+    output_cap_bytes: int
+    spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
+    on_change: Callable[[Sandbox], None]
+    """Called after every step of its life."""
+    on_ended: Callable[[Sandbox], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """The directories of one sandbox."""
+
+    own: Path
+    """Journal and output files; stays until the sandbox is forgotten."""
+    state: Path
+    """The backend's, on the state file system."""
+    run: Path
+    """The backend's, on a tmpfs."""
+
+
+class Sandbox:
+    """See the module. `begin` starts a new one, `adopt` takes over one of an earlier edge."""
+
+    def __init__(self, parts: Parts, backend: Backend, places: Places, created: journal.Created) -> None:
+        self.sandbox_id: SandboxId = created.sandbox_id
+        self.project = created.project
+        self.spec: SandboxSpec = created.spec
+        self.asked: SandboxSpec = created.spec
+        """As created, whatever was updated since: what a repeated create is compared with."""
+        self.slot = created.slot
+        self.backend = backend
+        self.places = places
+        self.image_digest = created.image_digest
+        self.created_at = created.created_at
+        self.ready_at: float | None = None
+        self.ended_at: float | None = None
+        self.handle: Handle | None = None
+        self.life: Life = lifecycle.begin(created.spec.lifetime, created.created_mono_s)
+        self.armed_at: float | None = None
+        """When the node's timer looks at it next."""
+        self.counted_creating = False
+        """Owned by the node."""
+        self.journal = journal.Journal(places.own, parts.journal_writer)
+        self.commands = CommandBook(
+            self,
+            spec=created.spec,
+            image=created.image_config,
+            file=self.journal,
+            output_writer=parts.output_writer,
+            recent=parts.recent,
+            output_cap_bytes=parts.output_cap_bytes,
+        )
+        self._parts = parts
+        self._guest: Guest | None = None
+        self._reconnecting = asyncio.Lock()
+        self._reconnects: list[float] = []
+        self._pending: asyncio.Task[None] | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+
+    # Facts
+
+    @property
+    def state(self) -> SandboxState:
+        return self.life.state
+
+    @property
+    def live(self) -> bool:
+        return self.life.state not in lifecycle.ENDED_STATES
+
+    @property
+    def guest(self) -> Guest:
+        """The present connection. Raises ConflictError before there is one."""
+        if self._guest is None:
+            raise errors.ConflictError(NO_GUEST, sandbox_id=self.sandbox_id)
+        return self._guest
+
+    def status(self, *, with_usage: bool = False) -> SandboxStatus:
+        """As the API tells it."""
+        shift = time.time() - time.monotonic()
+        idle, hard = lifecycle.idle_expires_at(self.life), lifecycle.max_expires_at(self.life)
+        return SandboxStatus(
+            sandbox_id=self.sandbox_id,
+            project=self.project,
+            edge=self._parts.edge,
+            state=self.life.state,
+            spec=self.spec,
+            image_digest=self.image_digest,
+            created_at=self.created_at,
+            ready_at=self.ready_at,
+            ended_at=self.ended_at,
+            end_reason=self.life.end_reason,
+            end_detail=self.life.end_detail,
+            running_commands=self.commands.running,
+            idle_expires_at=None if idle is None else idle + shift,
+            max_expires_at=None if hard is None else hard + shift,
+            memory_bytes=self.usage().memory_bytes if with_usage and self.handle is not None and self.live else None,
+        )
+
+    def usage(self) -> Usage:
+        return Usage() if self.handle is None else self.backend.usage(self.handle)
+
+    # Requests
+
+    async def wait_ready(self) -> None:
+        """Until it runs. Raises StartError when it could not be started, SandboxExitedError when it ended meanwhile."""
+        while self.life.state is SandboxState.CREATING:
+            await self._changed()
+        if self.life.end_reason is SandboxEnd.START_FAILED:
+            while self.live:
+                await self._changed()
+            raise errors.StartError(
+                f"the sandbox could not be started: {self.life.end_detail}", sandbox_id=self.sandbox_id
+            )
+        if self.life.end_reason is not None:
+            lifecycle.refuse_unless_running(self.life)
+
+    async def delete(self) -> None:
+        """End it and wait until nothing is left."""
+        self.apply(lifecycle.DeleteRequested(time.monotonic()))
+        while self.live:
+            await self._changed()
+
+    async def pause(self) -> None:
+        """Pause it; at once when it is paused. Raises UnsupportedError, ConflictError, SandboxExitedError."""
+        self.require(Capability.PAUSE)
+        self.apply(lifecycle.PauseRequested(time.monotonic()))
+        while self.life.state is SandboxState.PAUSING:
+            await self._changed()
+        if self.life.state is SandboxState.RUNNING:
+            raise errors.SandboxError(
+                "the sandbox could not be paused; it goes on running", sandbox_id=self.sandbox_id, retryable=True
+            )
+        if self.life.end_reason is not None:
+            lifecycle.refuse_unless_running(self.life)
+
+    async def resume(self) -> None:
+        """Until it runs, from whatever state leads there."""
+        while self.life.state is not SandboxState.RUNNING:
+            if self.life.state is SandboxState.PAUSED:
+                self.apply(lifecycle.ResumeRequested(time.monotonic()))
+            elif self.life.end_reason is not None:
+                lifecycle.refuse_unless_running(self.life)
+            await self._changed()
+
+    async def update(self, *, lifetime: Lifetime | None, labels: Mapping[str, str] | None) -> None:
+        """Change lifetime and labels, in the journal first."""
+        now = lifetime or self.spec.lifetime
+        lifecycle.step(self.life, lifecycle.LifetimeChanged(time.monotonic(), now))
+        named = self.spec.labels if labels is None else labels
+        await self.journal.append(journal.Updated(lifetime=now, labels=named))
+        self.spec = replace(self.spec, lifetime=now, labels=named)
+        self.apply(lifecycle.LifetimeChanged(time.monotonic(), now))
+
+    @contextlib.asynccontextmanager
+    async def working(self) -> AsyncIterator[Guest]:
+        """While an operation other than a command is in progress: it is running, and its idle time does not pass."""
+        await self.resume()
+        self.work_begun()
+        try:
+            yield self.guest
+        except GuestLostError as exc:
+            raise errors.SandboxLostError(
+                "the connection to the guest agent was lost", sandbox_id=self.sandbox_id, retryable=True
+            ) from exc
+        finally:
+            self.work_ended()
+
+    async def submit(self, request: ExecRequest) -> Command:
+        """Start a command, or find it by its operation id."""
+        if request.pty is not None:
+            self.require(Capability.PTY)
+        if request.session is not None:
+            self.require(Capability.SESSIONS)
+        if self.life.state is not SandboxState.RUNNING and self.life.end_reason is None:
+            await self.resume()
+        return self.commands.submit(request, self.work_begun)
+
+    def require(self, capability: Capability) -> None:
+        """Raises UnsupportedError when the backend has not declared it."""
+        if capability not in self.backend.capabilities:
+            raise errors.UnsupportedError(
+                f"the {self.backend.kind.value} backend of this node has no {capability.value}",
+                detail={"capability": capability.value},
+            )
+
+    def work_begun(self) -> None:
+        self.apply(lifecycle.WorkBegun(time.monotonic()))
+
+    def work_ended(self) -> None:
+        self.apply(lifecycle.WorkEnded(time.monotonic()))
+
+    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        self._parts.spawn(work, f"{self.sandbox_id}-{name}")
+
+    # Life
+
+    def never_began(self, detail: str) -> None:
+        """It could not even be journalled; whoever waits for it is told."""
+        self.life = lifecycle.ended(self.life, SandboxEnd.START_FAILED, detail, time.monotonic())
+        self._wake_waiters()
+
+    def begin(self, image: Image) -> None:
+        """Start it; the journal has its first line already."""
+        self._pending = self._parts.spawn(self._start(image), f"{self.sandbox_id}-start")
+
+    def apply(self, event: lifecycle.Event) -> None:
+        """One step of its life, and what follows from it."""
+        before = self.life.state
+        self.life, instructions = lifecycle.step(self.life, event)
+        for instruction in instructions:
+            self._perform(instruction)
+        if self.life.state is not before:
+            log.debug(
+                "sandbox_state", extra={"fields": {"sandbox_id": self.sandbox_id, "state": self.life.state.value}}
+            )
+            self._wake_waiters()
+        self._parts.on_change(self)
+
+    def _wake_waiters(self) -> None:
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    def _perform(self, instruction: Instruction) -> None:
+        if instruction is Instruction.CANCEL_PENDING:
+            assert self._pending is not None
+            self._pending.cancel()
+        elif instruction is Instruction.PAUSE:
+            self._pending = self._parts.spawn(self._pause(), f"{self.sandbox_id}-pause")
+        elif instruction is Instruction.RESUME:
+            self._pending = self._parts.spawn(self._resume(), f"{self.sandbox_id}-resume")
+        elif instruction is Instruction.RECORD_ENDING:
+            # When this line is lost, a new edge finds the sandbox gone or runs into its limits again.
+            self.journal.append_soon(
+                journal.Ending(reason=self.life.end_reason or SandboxEnd.STOPPED, detail=self.life.end_detail)
+            )
+        elif instruction is Instruction.REMOVE:
+            self._parts.spawn(self._remove(), f"{self.sandbox_id}-remove")
+        elif instruction is Instruction.RECORD_ENDED:
+            self.ended_at = time.time()
+            self.journal.append_soon(journal.Ended(ended_at=self.ended_at))
+            self._parts.on_ended(self)
+
+    async def _changed(self) -> None:
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
+
+    async def _start(self, image: Image) -> None:
+        plan = StartPlan(
+            sandbox_id=self.sandbox_id,
+            spec=self.spec,
+            image=image,
+            state_dir=self.places.state,
+            run_dir=self.places.run,
+            slot=self.slot,
+        )
+        try:
+            async with self._parts.start_turns:
+                running = await self.backend.start(plan)
+                self.handle, self._guest = running.handle, running.guest
+            ready_at = time.time()
+            await self.journal.append(_started_record(running.handle, ready_at))
+        except asyncio.CancelledError:
+            self._settle_cancelled(lifecycle.StartFailed(time.monotonic(), "cancelled"))
+            return
+        except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
+            log.warning("start_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            self.apply(lifecycle.StartFailed(time.monotonic(), str(exc)))
+            return
+        self.ready_at = ready_at
+        self._watch_guest(running.guest)
+        self.apply(lifecycle.Started(time.monotonic()))
+
+    def _settle_cancelled(self, event: lifecycle.Event) -> None:
+        """A cancelled step has settled. When it is the whole edge that stops, nothing is settled: the next edge finds it in the journal."""
+        task = asyncio.current_task()
+        assert task is not None
+        if self.life.state is not SandboxState.STOPPING:
+            raise asyncio.CancelledError
+        task.uncancel()
+        self.apply(event)
+
+    async def _pause(self) -> None:
+        assert self.handle is not None
+        try:
+            await self.journal.append(journal.PauseState(paused=True))
+            await self.backend.pause(self.handle)
+        except asyncio.CancelledError:
+            self._settle_cancelled(lifecycle.PauseFailed(time.monotonic()))
+            return
+        except (errors.OpenDSecError, OSError) as exc:
+            log.warning("pause_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            self.apply(lifecycle.PauseFailed(time.monotonic()))
+            return
+        self.apply(lifecycle.Paused(time.monotonic()))
+
+    async def _resume(self) -> None:
+        assert self.handle is not None
+        try:
+            await self.backend.resume(self.handle)
+            await self.journal.append(journal.PauseState(paused=False))
+        except asyncio.CancelledError:
+            self._settle_cancelled(lifecycle.ResumeFailed(time.monotonic(), "cancelled"))
+            return
+        except (errors.OpenDSecError, OSError) as exc:
+            self.apply(lifecycle.ResumeFailed(time.monotonic(), str(exc)))
+            return
+        self.apply(lifecycle.Resumed(time.monotonic()))
+
+    async def _remove(self) -> None:
+        delay = REMOVE_RETRY_S
+        while True:
+            try:
+                await self._remove_once()
+                break
+            except (errors.OpenDSecError, OSError) as exc:
+                log.error(
+                    "remove_failed",
+                    extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc), "again_in_s": delay}},
+                )
+            await asyncio.sleep(delay)
+            delay = min(delay * 2, REMOVE_RETRY_MAX_S)
+        self.apply(lifecycle.Removed(time.monotonic()))
+
+    async def _remove_once(self) -> None:
+        if self.handle is not None:
+            await self.backend.stop(self.handle, grace_s=0.0)
+        if self._guest is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_OUTPUT_S if self.commands.running else 0):
+                    await self._guest.wait_closed()
+            await self._guest.aclose()
+        await self.commands.wait_idle()
+        await self.backend.destroy(
+            self.sandbox_id, self.handle, state_dir=self.places.state, run_dir=self.places.run, slot=self.slot
+        )
+        await self._parts.journal_writer.run(lambda: _remove_empty(self.places.state, self.places.run))
+
+    # The connection
+
+    def _watch_guest(self, guest: Guest) -> None:
+        async def watch() -> None:
+            await guest.wait_closed()
+            await self.reconnected(guest)
+
+        self.spawn(watch(), "guest")
+
+    async def reconnected(self, lost: Guest) -> Guest | None:
+        """A connection that is not `lost`; None when the sandbox is ending, which it does when there is no other."""
+        async with self._reconnecting:
+            if self.life.end_reason is not None or self.handle is None:
+                return None
+            if self._guest is not None and self._guest is not lost and not self._guest.closed:
+                return self._guest
+            guest = await self._reconnect(self.handle)
+            if guest is None:
+                reason, detail = self._why_lost()
+                self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
+                return None
+            self._guest = guest
+            self._watch_guest(guest)
+            return guest
+
+    async def _reconnect(self, handle: Handle) -> Guest | None:
+        now = time.monotonic()
+        self._reconnects = [at for at in self._reconnects if now - at < RECONNECT_WINDOW_S] + [now]
+        if len(self._reconnects) > RECONNECTS:
+            return None
+        try:
+            return await self.backend.reconnect(handle)
+        except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
+            log.warning("reconnect_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            return None
+
+    def _why_lost(self) -> tuple[SandboxEnd, str]:
+        try:
+            killed = self.usage().oom_kills
+        except OSError:
+            killed = None
+        if killed and killed > self.commands.oom_kills:
+            return SandboxEnd.OOM, "its guest agent was killed for lack of memory"
+        return SandboxEnd.GUEST_LOST, "its guest agent is gone"
+
+    # After a restart of the edge
+
+    def adopt(self, running: Running, *, paused: bool) -> None:
+        """It runs (or is paused): take it over."""
+        self.handle, self._guest = running.handle, running.guest
+        self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic(), paused=paused)
+        self._watch_guest(running.guest)
+
+    def finish_removal(self, reason: SandboxEnd, detail: str) -> None:
+        """It was ending, or nothing of it runs any more: remove what is left."""
+        self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic())
+        self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
+
+    def recall_ended(self, reason: SandboxEnd, detail: str, ended_at: float) -> None:
+        """It had ended before; it is kept for those who still ask."""
+        self.ended_at = ended_at
+        self.life = lifecycle.ended(self.life, reason, detail, time.monotonic() - max(0.0, time.time() - ended_at))
+
+
+def _started_record(handle: Handle, ready_at: float) -> journal.Started:
+    return journal.Started(
+        backend=handle.backend.value, handle_version=handle.version, handle=handle.data, ready_at=ready_at
+    )
+
+
+def _remove_empty(*directories: Path) -> None:
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            directory.rmdir()

@@ -1,0 +1,249 @@
+"""The edge's HTTP server: which request goes where (`wire.contracts` is the contract).
+
+Creates, commands and files are raw ASGI; the rest are plain Litestar handlers, each decode → one call → encode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+from urllib.parse import parse_qsl
+
+from litestar import Request, delete, get, patch, post
+
+from opendsec import errors
+from opendsec.edge.create_routes import CreateRoutes
+from opendsec.edge.exec_routes import ExecRoutes
+from opendsec.edge.file_routes import VERBS, FileRoutes
+from opendsec.edge.node import Node
+from opendsec.edge.requests import project_of
+from opendsec.edge.sandbox import Sandbox
+from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
+from opendsec.model.spec import check_labels, check_seconds
+from opendsec.server.app import make_app
+from opendsec.server.asgi import ASGIApp, Receive, Scope, Send, send_error
+from opendsec.server.auth import Verify
+from opendsec.wire.contracts import ImageList, SandboxPage, UpdateRequest
+
+_Asked = Request[Any, Any, Any]
+DEFAULT_PAGE, MAX_PAGE = 1000, 10_000
+
+
+def edge_app(node: Node, *, version: str, verify: Verify | None) -> ASGIApp:
+    """The whole server. `verify` None: behind a Unix socket."""
+    return make_app(
+        [
+            list_sandboxes,
+            get_sandbox,
+            update_sandbox,
+            delete_sandbox,
+            pause_sandbox,
+            resume_sandbox,
+            list_images,
+            report_node,
+        ],
+        title="OpenDSec edge",
+        version=version,
+        verify=verify,
+        raw=RawPaths(node),
+        state={"node": node},
+    )
+
+
+class RawPaths:
+    """Finds the raw route of a request; None leaves it to Litestar."""
+
+    def __init__(self, node: Node) -> None:
+        create, execs, files = CreateRoutes(node), ExecRoutes(node), FileRoutes(node)
+        self._top: dict[tuple[str, str], ASGIApp] = {
+            ("POST", "sandboxes"): create.one,
+            ("POST", "sandbox-batches"): create.batch,
+        }
+        self._commands: dict[str, Callable[..., Any]] = {"POST": execs.start, "GET": execs.list}
+        self._command: dict[tuple[str, str], Callable[..., Any]] = {
+            ("GET", ""): execs.get,
+            ("DELETE", ""): execs.end,
+            ("GET", "output"): execs.output,
+            ("POST", "stdin"): execs.stdin,
+            ("POST", "signal"): execs.signal,
+            ("POST", "resize"): execs.resize,
+        }
+        self._files: dict[tuple[str, str], Callable[..., Any]] = {
+            ("GET", "content"): files.download,
+            ("PUT", "content"): files.upload,
+            ("GET", "tree"): files.pack,
+            ("PUT", "tree"): files.unpack,
+            ("GET", "watch"): files.watch,
+            **{("POST", verb): partial(_verb, files, verb) for verb in VERBS},
+        }
+
+    def __call__(self, scope: Scope) -> ASGIApp | None:
+        parts = scope["path"].split("/")
+        if len(parts) < 3 or parts[1] != "v1":
+            return None
+        method = scope["method"]
+        if len(parts) == 3:
+            return self._top.get((method, parts[2]))
+        if len(parts) < 5 or parts[2] != "sandboxes":
+            return None
+        route = self._below(method, parts)
+        return None if route is None else _told_whose(parts[3], route)
+
+    def _below(self, method: str, parts: list[str]) -> ASGIApp | None:
+        found: Callable[..., Any] | None = None
+        given = [parts[3]]
+        if parts[4] == "commands":
+            if len(parts) == 5:
+                found = self._commands.get(method)
+            elif len(parts) <= 7:
+                found = self._command.get((method, parts[6] if len(parts) == 7 else ""))
+                given.append(parts[5])
+        elif parts[4] == "files" and len(parts) == 6:
+            found = self._files.get((method, parts[5]))
+        return None if found is None else partial(found, *given)
+
+
+def _told_whose(sandbox_id: str, route: ASGIApp) -> ASGIApp:
+    """Errors of this route name the sandbox."""
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await route(scope, receive, send)
+        except errors.OpenDSecError as exc:
+            exc.sandbox_id = exc.sandbox_id or sandbox_id[:80]
+            raise
+
+    return answer
+
+
+async def _verb(files: FileRoutes, verb: str, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await files.verb(sandbox_id, verb, scope, receive, send)
+
+
+def _node(request: _Asked) -> Node:
+    node: Node = request.app.state.node
+    return node
+
+
+def _sandbox(request: _Asked, sandbox_id: str) -> Sandbox:
+    return _node(request).get(sandbox_id, project=project_of(request.scope))  # type: ignore[arg-type]
+
+
+@get("/v1/sandboxes", summary="List sandboxes")
+async def list_sandboxes(request: _Asked) -> SandboxPage:
+    """Live ones unless `state` names states (`all` for every one). `label=key=value` may be repeated. Ordered by id."""
+    page = parse_listing(request.scope.get("query_string", b"").decode("latin-1"))
+    found = [
+        one
+        for one in _node(request).all(project=project_of(request.scope))  # type: ignore[arg-type]
+        if one.sandbox_id > page.cursor and one.state in page.states and page.labels.items() <= one.spec.labels.items()
+    ]
+    items = found[: page.limit]
+    return SandboxPage(
+        items=tuple(one.status() for one in items), cursor=items[-1].sandbox_id if len(found) > page.limit else ""
+    )
+
+
+class Listing:
+    """What a listing asks for."""
+
+    def __init__(self) -> None:
+        self.labels: dict[str, str] = {}
+        self.states: frozenset[SandboxState] = LIVE_STATES
+        self.limit = DEFAULT_PAGE
+        self.cursor = ""
+
+
+def parse_listing(query_string: str) -> Listing:
+    """Raises InvalidSpecError naming the parameter."""
+    listing = Listing()
+    for name, value in parse_qsl(query_string, keep_blank_values=True):
+        if name == "label":
+            key, equals, wanted = value.partition("=")
+            if not equals:
+                raise errors.InvalidSpecError(f"label: {value[:80]!r} is not key=value", detail={"field": "label"})
+            listing.labels[key] = wanted
+        elif name == "state":
+            listing.states = _states(value)
+        elif name == "limit":
+            if not value.isascii() or not value.isdigit() or not 1 <= int(value) <= MAX_PAGE:
+                raise errors.InvalidSpecError(f"limit: is not a number from 1 to {MAX_PAGE}", detail={"field": "limit"})
+            listing.limit = int(value)
+        elif name == "cursor":
+            listing.cursor = value
+        else:
+            raise errors.InvalidSpecError(f"{name[:80]}: no such parameter here", detail={"field": name[:80]})
+    return listing
+
+
+def _states(text: str) -> frozenset[SandboxState]:
+    if text in ("", "live"):
+        return LIVE_STATES
+    if text == "all":
+        return frozenset(SandboxState)
+    try:
+        return frozenset(SandboxState(word) for word in text.split(","))
+    except ValueError:
+        known = ", ".join(state.value for state in SandboxState)
+        raise errors.InvalidSpecError(
+            f"state: {text[:80]!r} is not of {known}, live, all", detail={"field": "state"}
+        ) from None
+
+
+@get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a while after its end")
+async def get_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+    """With its memory in use."""
+    return _sandbox(request, sandbox_id).status(with_usage=True)
+
+
+@patch("/v1/sandboxes/{sandbox_id:str}", summary="Change lifetime and labels")
+async def update_sandbox(request: _Asked, sandbox_id: str, data: UpdateRequest) -> SandboxStatus:
+    """Fields left out stay."""
+    sandbox = _sandbox(request, sandbox_id)
+    if data.lifetime is not None:
+        check_seconds(data.lifetime.ttl_running_stop, "ttl_running_stop")
+        check_seconds(data.lifetime.ttl_max_stop, "ttl_max_stop")
+    if data.labels is not None:
+        check_labels(data.labels)
+    await sandbox.update(lifetime=data.lifetime, labels=data.labels)
+    return sandbox.status()
+
+
+@delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox")
+async def delete_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+    """Answered when nothing of it is left; repeating it is harmless."""
+    sandbox = _sandbox(request, sandbox_id)
+    await sandbox.delete()
+    return sandbox.status()
+
+
+@post("/v1/sandboxes/{sandbox_id:str}/pause", status_code=200, summary="Stop using CPU, keep everything")
+async def pause_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+    """Answered when it is paused. Any operation resumes it."""
+    sandbox = _sandbox(request, sandbox_id)
+    await sandbox.pause()
+    return sandbox.status()
+
+
+@post("/v1/sandboxes/{sandbox_id:str}/resume", status_code=200, summary="Undo pause")
+async def resume_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+    """Answered when it runs."""
+    sandbox = _sandbox(request, sandbox_id)
+    await sandbox.resume()
+    return sandbox.status()
+
+
+@get("/v1/images", summary="Images of this node")
+async def list_images(request: _Asked) -> ImageList:
+    """All of them."""
+    return ImageList(items=tuple(await _node(request).images()))
+
+
+@get("/v1/node", summary="How this edge is")
+async def report_node(request: _Asked) -> NodeReport:
+    """Load, backends, and why it takes no more if it does not."""
+    return _node(request).report()
+
+
+__all__ = ["edge_app", "parse_listing", "send_error"]
