@@ -1,0 +1,1 @@
+"""The SDK as written by hand."""

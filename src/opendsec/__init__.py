@@ -1,0 +1,241 @@
+"""OpenDSec: isolated sandboxes for LLM agents. These are the public names of the async SDK.
+
+`opendsec.sync` has the same names without `await`. Names are loaded when they are first used, so that importing a
+part of
+OpenDSec does not load the SDK.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from opendsec.client._async.client import DSecClient as DSecClient
+    from opendsec.client._async.client import Failed as Failed
+    from opendsec.client._async.client import Started as Started
+    from opendsec.client._async.commands import Commands as Commands
+    from opendsec.client._async.files import Files as Files
+    from opendsec.client._async.process import Process as Process
+    from opendsec.client._async.process import ProcessInput as ProcessInput
+    from opendsec.client._async.process import ProcessOutput as ProcessOutput
+    from opendsec.client._async.sandbox import Sandbox as Sandbox
+    from opendsec.client.progress import TransferProgress as TransferProgress
+    from opendsec.client.results import ShellResult as ShellResult
+    from opendsec.client.run_args import DSecContainerRunArgs as DSecContainerRunArgs
+    from opendsec.client.tree_unpack import DownloadedTree as DownloadedTree
+    from opendsec.client.tree_unpack import TreeLimits as TreeLimits
+    from opendsec.errors import BackendUnavailableError as BackendUnavailableError
+    from opendsec.errors import CapacityError as CapacityError
+    from opendsec.errors import CommandError as CommandError
+    from opendsec.errors import CommandFailedError as CommandFailedError
+    from opendsec.errors import CommandLostError as CommandLostError
+    from opendsec.errors import CommandTimeoutError as CommandTimeoutError
+    from opendsec.errors import ConflictError as ConflictError
+    from opendsec.errors import ConnectError as ConnectError
+    from opendsec.errors import DeadlineError as DeadlineError
+    from opendsec.errors import DigestMismatchError as DigestMismatchError
+    from opendsec.errors import DiskFullError as DiskFullError
+    from opendsec.errors import ExecError as ExecError
+    from opendsec.errors import FileError as FileError
+    from opendsec.errors import HostCapabilityError as HostCapabilityError
+    from opendsec.errors import ImageError as ImageError
+    from opendsec.errors import ImageInvalidError as ImageInvalidError
+    from opendsec.errors import ImageNotFoundError as ImageNotFoundError
+    from opendsec.errors import InvalidSpecError as InvalidSpecError
+    from opendsec.errors import NodeError as NodeError
+    from opendsec.errors import NoShellError as NoShellError
+    from opendsec.errors import NotFoundError as NotFoundError
+    from opendsec.errors import OpenDSecError as OpenDSecError
+    from opendsec.errors import ProtocolError as ProtocolError
+    from opendsec.errors import QuotaExceededError as QuotaExceededError
+    from opendsec.errors import RequestError as RequestError
+    from opendsec.errors import SandboxError as SandboxError
+    from opendsec.errors import SandboxExitedError as SandboxExitedError
+    from opendsec.errors import SandboxLostError as SandboxLostError
+    from opendsec.errors import StartError as StartError
+    from opendsec.errors import TransportError as TransportError
+    from opendsec.errors import UnauthorizedError as UnauthorizedError
+    from opendsec.errors import UnschedulableError as UnschedulableError
+    from opendsec.errors import UnsupportedError as UnsupportedError
+    from opendsec.model.command import CommandResult as CommandResult
+    from opendsec.model.command import CommandStatus as CommandStatus
+    from opendsec.model.command import EndReason as EndReason
+    from opendsec.model.command import PtySize as PtySize
+    from opendsec.model.file import FileEvent as FileEvent
+    from opendsec.model.file import FileEventKind as FileEventKind
+    from opendsec.model.file import FileKind as FileKind
+    from opendsec.model.file import FileStat as FileStat
+    from opendsec.model.image import Image as Image
+    from opendsec.model.node import SandboxEnd as SandboxEnd
+    from opendsec.model.node import SandboxState as SandboxState
+    from opendsec.model.node import SandboxStatus as SandboxStatus
+    from opendsec.model.spec import BackendKind as BackendKind
+    from opendsec.model.spec import Lifetime as Lifetime
+    from opendsec.model.spec import Resources as Resources
+    from opendsec.model.spec import SandboxSpec as SandboxSpec
+    from opendsec.wire.contracts import TreeStatus as TreeStatus
+
+__all__ = [
+    "BackendKind",
+    "BackendUnavailableError",
+    "CapacityError",
+    "CommandError",
+    "CommandFailedError",
+    "CommandLostError",
+    "CommandResult",
+    "CommandStatus",
+    "CommandTimeoutError",
+    "Commands",
+    "ConflictError",
+    "ConnectError",
+    "DSecClient",
+    "DSecContainerRunArgs",
+    "DeadlineError",
+    "DigestMismatchError",
+    "DiskFullError",
+    "DownloadedTree",
+    "EndReason",
+    "ExecError",
+    "Failed",
+    "FileError",
+    "FileEvent",
+    "FileEventKind",
+    "FileKind",
+    "FileStat",
+    "Files",
+    "HostCapabilityError",
+    "Image",
+    "ImageError",
+    "ImageInvalidError",
+    "ImageNotFoundError",
+    "InvalidSpecError",
+    "Lifetime",
+    "NoShellError",
+    "NodeError",
+    "NotFoundError",
+    "OpenDSecError",
+    "Process",
+    "ProcessInput",
+    "ProcessOutput",
+    "ProtocolError",
+    "PtySize",
+    "QuotaExceededError",
+    "RequestError",
+    "Resources",
+    "Sandbox",
+    "SandboxEnd",
+    "SandboxError",
+    "SandboxExitedError",
+    "SandboxLostError",
+    "SandboxSpec",
+    "SandboxState",
+    "SandboxStatus",
+    "ShellResult",
+    "StartError",
+    "Started",
+    "TransferProgress",
+    "TransportError",
+    "TreeLimits",
+    "TreeStatus",
+    "UnauthorizedError",
+    "UnschedulableError",
+    "UnsupportedError",
+]
+
+_PLACES = {
+    "opendsec.client._async.client": (
+        "DSecClient",
+        "Failed",
+        "Started",
+    ),
+    "opendsec.client._async.commands": ("Commands",),
+    "opendsec.client._async.files": ("Files",),
+    "opendsec.client._async.process": (
+        "Process",
+        "ProcessInput",
+        "ProcessOutput",
+    ),
+    "opendsec.client._async.sandbox": ("Sandbox",),
+    "opendsec.client.progress": ("TransferProgress",),
+    "opendsec.client.results": ("ShellResult",),
+    "opendsec.client.run_args": ("DSecContainerRunArgs",),
+    "opendsec.client.tree_unpack": (
+        "DownloadedTree",
+        "TreeLimits",
+    ),
+    "opendsec.errors": (
+        "BackendUnavailableError",
+        "CapacityError",
+        "CommandError",
+        "CommandFailedError",
+        "CommandLostError",
+        "CommandTimeoutError",
+        "ConflictError",
+        "ConnectError",
+        "DeadlineError",
+        "DigestMismatchError",
+        "DiskFullError",
+        "ExecError",
+        "FileError",
+        "HostCapabilityError",
+        "ImageError",
+        "ImageInvalidError",
+        "ImageNotFoundError",
+        "InvalidSpecError",
+        "NoShellError",
+        "NodeError",
+        "NotFoundError",
+        "OpenDSecError",
+        "ProtocolError",
+        "QuotaExceededError",
+        "RequestError",
+        "SandboxError",
+        "SandboxExitedError",
+        "SandboxLostError",
+        "StartError",
+        "TransportError",
+        "UnauthorizedError",
+        "UnschedulableError",
+        "UnsupportedError",
+    ),
+    "opendsec.model.command": (
+        "CommandResult",
+        "CommandStatus",
+        "EndReason",
+        "PtySize",
+    ),
+    "opendsec.model.file": (
+        "FileEvent",
+        "FileEventKind",
+        "FileKind",
+        "FileStat",
+    ),
+    "opendsec.model.image": ("Image",),
+    "opendsec.model.node": (
+        "SandboxEnd",
+        "SandboxState",
+        "SandboxStatus",
+    ),
+    "opendsec.model.spec": (
+        "BackendKind",
+        "Lifetime",
+        "Resources",
+        "SandboxSpec",
+    ),
+    "opendsec.wire.contracts": ("TreeStatus",),
+}
+_PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    place = _PLACE_OF.get(name)
+    if place is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value: object = getattr(import_module(place), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

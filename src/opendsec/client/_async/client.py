@@ -1,0 +1,215 @@
+"""The client: one platform, one key, one pool of connections. Everything else is reached from here."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from opendsec.client._async.batch import batch_items
+from opendsec.client._async.sandbox import Sandbox
+from opendsec.client._async.transport import Transport, target
+from opendsec.client.run_args import DSecContainerRunArgs
+from opendsec.client.settings import find_endpoint
+from opendsec.errors import InvalidSpecError, OpenDSecError
+from opendsec.model.ids import edge_of
+from opendsec.model.image import Image
+from opendsec.model.node import SandboxState, SandboxStatus
+from opendsec.model.spec import MAX_BATCH, check_seconds
+from opendsec.wire import contracts
+from opendsec.wire.contracts import BatchRequest, CreateRequest, ImageList, SandboxPage
+
+DEFAULT_TIMEOUT_S = 60.0
+BATCH_TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """One sandbox of `run_many` is ready."""
+
+    index: int
+    """0 … count-1."""
+    sandbox: Sandbox
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """One sandbox of `run_many` could not be started; nothing of it is left."""
+
+    index: int
+    error: OpenDSecError
+
+
+class DSecClient:
+    """A client of one OpenDSec platform.
+
+    `api_url`: `http://…`, `https://…` or `unix:/path`; None: OPENDSEC_API_URL, else the platform `opendsec up` runs
+    here.
+    `api_key`: None: OPENDSEC_API_KEY, else the local platform's key.
+    `timeout`: seconds for each call that names none, repeats included; for streams, the longest silence.
+    `max_connections`: at once; None: 4096, or what the process's descriptor limit allows.
+
+    One client belongs to one event loop. Use it as `async with DSecClient() as client`, or `open` and `close` it.
+    Raises ConnectError when no platform is known, InvalidSpecError for a bad address.
+    """
+
+    def __init__(
+        self,
+        api_url: str | None = None,
+        api_key: str | None = None,
+        *,
+        timeout: float = DEFAULT_TIMEOUT_S,
+        max_connections: int | None = None,
+    ) -> None:
+        check_seconds(timeout, "timeout")
+        endpoint = find_endpoint(api_url, api_key)
+        self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
+
+    def __repr__(self) -> str:
+        return f"DSecClient({self.api_url!r})"
+
+    @property
+    def api_url(self) -> str:
+        """Where the platform is."""
+        return self._transport.endpoint.url
+
+    async def open(self) -> Self:
+        """Check that the platform answers; returns the client itself. Raises ConnectError at once when nothing
+        listens."""
+        deadline = self._transport.deadline(None)
+        body = await self._transport.open("GET", "/healthz", deadline=deadline)
+        await body.read_all(contracts.MAX_JSON_BODY, deadline=deadline)
+        return self
+
+    async def close(self) -> None:
+        """Close all connections. Sandboxes and commands go on."""
+        await self._transport.aclose()
+
+    async def __aenter__(self) -> Self:
+        await self.open()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def run_container(
+        self,
+        args: DSecContainerRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Sandbox:
+        """Start a sandbox and return it when it is ready for commands. It lives until it is stopped or a TTL passes.
+
+        `timeout`: seconds for all of it; the platform gives up at the same time, and leaves nothing.
+        `idempotency_key`: calls with one key and the same arguments start one sandbox, also from several processes.
+
+        Raises InvalidSpecError or UnsupportedError naming the field, ImageNotFoundError, CapacityError, StartError,
+        ConflictError (same key, other arguments), DeadlineError, TransportError.
+        """
+        check_seconds(timeout, "timeout")
+        seconds = self._transport.timeout_s if timeout is None else timeout
+        headers = self._create_headers(idempotency_key, seconds)
+        request = CreateRequest(spec=args.to_spec())
+        status = await self._transport.call(
+            "POST", target("sandboxes"), SandboxStatus, value=request, headers=headers, timeout_s=seconds
+        )
+        return Sandbox(self._transport, status.sandbox_id)
+
+    @asynccontextmanager
+    async def container(
+        self,
+        args: DSecContainerRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncIterator[Sandbox]:
+        """Like `run_container`, for a block: the sandbox is stopped when the block is left, whatever happened in it.
+
+        Example: `async with client.container(DSecContainerRunArgs(container_image="debian")) as sandbox: ...`
+        """
+        sandbox = await self.run_container(args, timeout=timeout, idempotency_key=idempotency_key)
+        async with sandbox.stopping():
+            yield sandbox
+
+    async def run_many(
+        self,
+        args: DSecContainerRunArgs,
+        count: int,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> AsyncIterator[Started | Failed]:
+        """Start `count` sandboxes in one request; yields Started or Failed once for each, as they become ready, in
+        any order.
+
+        `timeout`: seconds for all of them, default one hour. Raises what `run_container` raises when the whole
+        request fails.
+        """
+        if not 1 <= count <= MAX_BATCH:
+            raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_BATCH}", detail={"field": "count"})
+        check_seconds(timeout, "timeout")
+        seconds = BATCH_TIMEOUT_S if timeout is None else timeout
+        request = BatchRequest(spec=args.to_spec(), count=count)
+        headers = self._create_headers(idempotency_key, seconds)
+        items = batch_items(self._transport, request, headers, time.monotonic() + seconds)
+        async with aclosing(items):
+            async for index, outcome in items:
+                if isinstance(outcome, OpenDSecError):
+                    yield Failed(index, outcome)
+                else:
+                    yield Started(index, Sandbox(self._transport, outcome.sandbox_id))
+
+    async def connect(self, sandbox_id: str) -> Sandbox:
+        """A sandbox started earlier, by anybody of your project. Raises InvalidSpecError, NotFoundError."""
+        edge_of(sandbox_id)
+        sandbox = Sandbox(self._transport, sandbox_id)
+        await sandbox.status()
+        return sandbox
+
+    async def list(
+        self,
+        *,
+        labels: Mapping[str, str] | None = None,
+        state: SandboxState | str | None = None,
+        page_size: int = 200,
+    ) -> AsyncIterator[SandboxStatus]:
+        """All sandboxes of your project with all these labels and in this state, page by page."""
+        wanted = "" if state is None else f"&state={SandboxState(state)}"
+        pairs = [
+            target("x", query={"label": f"{key}={value}"}).partition("?")[2] for key, value in (labels or {}).items()
+        ]
+        cursor = ""
+        while True:
+            query = "&".join(
+                [*pairs, target("x", query={"limit": page_size, "cursor": cursor or None}).partition("?")[2]]
+            )
+            page = await self._transport.call("GET", f"{target('sandboxes')}?{query}{wanted}", SandboxPage)
+            for status in page.items:
+                yield status
+            cursor = page.cursor
+            if not cursor:
+                return
+
+    async def images(self) -> tuple[Image, ...]:
+        """The images sandboxes can be started from."""
+        return (await self._transport.call("GET", target("images"), ImageList)).items
+
+    async def stop(self, sandbox_id: str, *, timeout: float | None = None) -> SandboxStatus:
+        """Stop a sandbox by its id. May be repeated, in every state."""
+        edge_of(sandbox_id)
+        return await Sandbox(self._transport, sandbox_id).stop(timeout=timeout)
+
+    def _create_headers(self, idempotency_key: str | None, timeout_s: float) -> dict[str, str]:
+        key = idempotency_key if idempotency_key is not None else f"key-{secrets.token_hex(16)}"
+        if not key or len(key) > 255 or not key.isascii() or not key.isprintable():
+            raise InvalidSpecError(
+                "idempotency_key: is not 1 to 255 printable ASCII characters", detail={"field": "idempotency_key"}
+            )
+        return {contracts.HEADER_IDEMPOTENCY: key, contracts.HEADER_TIMEOUT: f"{timeout_s:.3f}"}

@@ -1,0 +1,177 @@
+"""One HTTP/1.1 connection that knows when to give up, and the pool that lends connections out.
+
+httpcore speaks the protocol on each connection; the pool is ours because lending must cost the same with 3000
+connections as
+with one. A read or write waits for `silence_s` at most, and never beyond `deadline`.
+"""
+
+from __future__ import annotations
+
+import resource
+import ssl
+import time
+from collections import deque
+from collections.abc import Iterable
+from typing import Any
+
+import httpcore
+
+from opendsec.client.concurrency import AsyncGate
+from opendsec.client.settings import Endpoint
+from opendsec.errors import ConnectError, DeadlineError
+
+READ_BYTES = 256 * 1024
+MAX_CONNECTIONS = 4096
+RESERVED_FILES = 64
+"""Descriptors left to the rest of the program when its limit is below MAX_CONNECTIONS."""
+CONNECT_TIMEOUT_S = 10.0
+
+
+class PacedStream(httpcore.AsyncNetworkStream):
+    """A network stream whose patience is set by its user before each step, whatever time-out httpcore passes in."""
+
+    def __init__(self, stream: httpcore.AsyncNetworkStream) -> None:
+        self._stream = stream
+        self.deadline: float | None = None
+        """time.monotonic() after which nothing is waited for."""
+        self.silence_s: float = 30.0
+        """Longest wait for one read or write."""
+
+    def _patience(self) -> float:
+        if self.deadline is None:
+            return self.silence_s
+        return min(self.silence_s, max(0.001, self.deadline - time.monotonic()))
+
+    async def read(self, max_bytes: int, timeout: float | None = None) -> bytes:
+        return await self._stream.read(READ_BYTES, timeout=self._patience())
+
+    async def write(self, buffer: bytes, timeout: float | None = None) -> None:
+        await self._stream.write(buffer, timeout=self._patience())
+
+    async def aclose(self) -> None:
+        await self._stream.aclose()
+
+    def get_extra_info(self, info: str) -> Any:
+        return self._stream.get_extra_info(info)
+
+
+class Connection:
+    """A connection and the stream below it. `reused` says that an earlier request has gone over it."""
+
+    __slots__ = ("http", "reused", "stream")
+
+    def __init__(self, http: httpcore.AsyncHTTP11Connection, stream: PacedStream) -> None:
+        self.http = http
+        self.stream = stream
+        self.reused = False
+
+
+class Pool:
+    """Connections to one endpoint: the most recently used idle one first, a new one when there is none."""
+
+    def __init__(self, endpoint: Endpoint, *, max_connections: int | None = None) -> None:
+        limit = max_connections or _connection_limit()
+        self._endpoint = endpoint
+        self._origin = httpcore.Origin(
+            b"https" if endpoint.tls else b"http", endpoint.host.encode("ascii") or b"localhost", endpoint.port or 80
+        )
+        self._network = httpcore.AnyIOBackend()
+        self._tls: ssl.SSLContext | None = None
+        self._idle: deque[Connection] = deque()
+        self._lent: set[Connection] = set()
+        self._gate = AsyncGate(limit)
+        self.connected_once = False
+        self.closed = False
+
+    async def take(self, *, deadline: float | None, fresh: bool = False) -> Connection:
+        """A connection of your own until `give_back`. `fresh`: never one that was used before.
+
+        Raises ConnectError (nothing was sent) and DeadlineError.
+        """
+        if self.closed:
+            raise ConnectError("this client is closed", retryable=False, remedy="make a new DSecClient")
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not await self._gate.enter(left):
+            raise DeadlineError("all connections were in use until the deadline", remedy="raise max_connections")
+        try:
+            connection = None if fresh else await self._take_idle()
+            if connection is None:
+                connection = await self._connect(left)
+        except BaseException:
+            self._gate.leave()
+            raise
+        self._lent.add(connection)
+        return connection
+
+    async def give_back(self, connection: Connection) -> None:
+        """End of use; connections that can be used again are kept, others are closed."""
+        self._lent.discard(connection)
+        self._gate.leave()
+        if connection.http.is_idle() and not self.closed:
+            connection.reused = True
+            self._idle.append(connection)
+        else:
+            await connection.http.aclose()
+
+    async def aclose(self) -> None:
+        """Close all connections; calls that are under way fail with TransportError."""
+        self.closed = True
+        while self._idle:
+            await self._idle.pop().http.aclose()
+        for connection in tuple(self._lent):
+            await connection.http.aclose()
+
+    async def _take_idle(self) -> Connection | None:
+        while self._idle:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return None
+            if not connection.http.has_expired():
+                return connection
+            await connection.http.aclose()
+        return None
+
+    async def _connect(self, left_s: float | None) -> Connection:
+        timeout = CONNECT_TIMEOUT_S if left_s is None else min(CONNECT_TIMEOUT_S, left_s)
+        endpoint = self._endpoint
+        try:
+            if endpoint.unix_path:
+                raw = await self._network.connect_unix_socket(endpoint.unix_path, timeout=timeout)
+            else:
+                raw = await self._network.connect_tcp(endpoint.host, endpoint.port, timeout=timeout, socket_options=())
+            if endpoint.tls:
+                raw = await raw.start_tls(self._tls_context(), server_hostname=endpoint.host, timeout=timeout)
+        except (httpcore.ConnectError, httpcore.ConnectTimeout) as exc:
+            raise ConnectError(
+                f"cannot connect to {endpoint.url}: {str(exc) or type(exc).__name__}",
+                remedy="is the platform running? `opendsec up -d` starts one on this machine",
+            ) from exc
+        self.connected_once = True
+        stream = PacedStream(raw)
+        return Connection(httpcore.AsyncHTTP11Connection(self._origin, stream), stream)
+
+    def _tls_context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            self._tls = ssl.create_default_context()
+            self._tls.set_alpn_protocols(["http/1.1"])
+        return self._tls
+
+    def request(
+        self, method: str, target: str, headers: list[tuple[bytes, bytes]], content: bytes | Iterable[bytes] | Any
+    ) -> httpcore.Request:
+        """An httpcore request to this endpoint; `target` begins with a slash and is percent-encoded."""
+        url = httpcore.URL(
+            scheme=self._origin.scheme,
+            host=self._origin.host,
+            port=self._origin.port,
+            target=(self._endpoint.prefix + target).encode("ascii"),
+        )
+        return httpcore.Request(method, url, headers=headers, content=content)
+
+
+def _connection_limit() -> int:
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MAX_CONNECTIONS
+    return max(16, min(MAX_CONNECTIONS, soft - RESERVED_FILES))

@@ -1,0 +1,124 @@
+"""The public names of the SDK for code without an event loop: the same as `opendsec`, without `await`.
+
+A client may be used by several threads at once; a call blocks its own thread only.
+"""
+
+from __future__ import annotations
+
+from opendsec.client._sync.client import DSecClient, Failed, Started
+from opendsec.client._sync.commands import Commands
+from opendsec.client._sync.files import Files
+from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
+from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client.progress import TransferProgress
+from opendsec.client.results import ShellResult
+from opendsec.client.run_args import DSecContainerRunArgs
+from opendsec.client.tree_unpack import DownloadedTree, TreeLimits
+from opendsec.errors import (
+    BackendUnavailableError,
+    CapacityError,
+    CommandError,
+    CommandFailedError,
+    CommandLostError,
+    CommandTimeoutError,
+    ConflictError,
+    ConnectError,
+    DeadlineError,
+    DigestMismatchError,
+    DiskFullError,
+    ExecError,
+    FileError,
+    HostCapabilityError,
+    ImageError,
+    ImageInvalidError,
+    ImageNotFoundError,
+    InvalidSpecError,
+    NodeError,
+    NoShellError,
+    NotFoundError,
+    OpenDSecError,
+    ProtocolError,
+    QuotaExceededError,
+    RequestError,
+    SandboxError,
+    SandboxExitedError,
+    SandboxLostError,
+    StartError,
+    TransportError,
+    UnauthorizedError,
+    UnschedulableError,
+    UnsupportedError,
+)
+from opendsec.model.command import CommandResult, CommandStatus, EndReason, PtySize
+from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
+from opendsec.model.image import Image
+from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
+from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
+from opendsec.wire.contracts import TreeStatus
+
+__all__ = [
+    "BackendKind",
+    "BackendUnavailableError",
+    "CapacityError",
+    "CommandError",
+    "CommandFailedError",
+    "CommandLostError",
+    "CommandResult",
+    "CommandStatus",
+    "CommandTimeoutError",
+    "Commands",
+    "ConflictError",
+    "ConnectError",
+    "DSecClient",
+    "DSecContainerRunArgs",
+    "DeadlineError",
+    "DigestMismatchError",
+    "DiskFullError",
+    "DownloadedTree",
+    "EndReason",
+    "ExecError",
+    "Failed",
+    "FileError",
+    "FileEvent",
+    "FileEventKind",
+    "FileKind",
+    "FileStat",
+    "Files",
+    "HostCapabilityError",
+    "Image",
+    "ImageError",
+    "ImageInvalidError",
+    "ImageNotFoundError",
+    "InvalidSpecError",
+    "Lifetime",
+    "NoShellError",
+    "NodeError",
+    "NotFoundError",
+    "OpenDSecError",
+    "Process",
+    "ProcessInput",
+    "ProcessOutput",
+    "ProtocolError",
+    "PtySize",
+    "QuotaExceededError",
+    "RequestError",
+    "Resources",
+    "Sandbox",
+    "SandboxEnd",
+    "SandboxError",
+    "SandboxExitedError",
+    "SandboxLostError",
+    "SandboxSpec",
+    "SandboxState",
+    "SandboxStatus",
+    "ShellResult",
+    "StartError",
+    "Started",
+    "TransferProgress",
+    "TransportError",
+    "TreeLimits",
+    "TreeStatus",
+    "UnauthorizedError",
+    "UnschedulableError",
+    "UnsupportedError",
+]
