@@ -1,8 +1,9 @@
 """Make an EROFS file from a directory tree with mkfs.erofs.
 
-The same tree gives the same bytes: fixed time stamp and UUID in the superblock, modification times of the files kept
-as they are. Owners, modes, links, devices, FIFOs, extended attributes and capabilities are kept. Uncompressed,
-because that starts fastest and shares the page cache best; the file is written to a path that must not exist.
+The same tree gives the same bytes: a fixed UUID, a superblock time that follows from the tree, and the modification
+times of the files as they are. Owners, modes, links, devices, FIFOs, extended attributes and capabilities are kept.
+Uncompressed, because that starts fastest and shares the page cache best; the file is written to a path that must not
+exist.
 
 It refuses nothing about the content of the tree: what may be in one is decided by whoever made it.
 """
@@ -11,17 +12,16 @@ from __future__ import annotations
 
 import os
 import re
+import stat
+from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import ImageInvalidError
 from opendsec.store.durable import disk_full
-from opendsec.store.programs import Ended, find_program, run_program
+from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 UUID = "00000000-0000-0000-0000-000000000000"
-BUILD_TIME = 0
-"""Unix seconds in every superblock."""
-
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
 
@@ -42,41 +42,54 @@ def parse_version(text: str) -> tuple[int, int]:
     return (int(major), int(minor))
 
 
-def mkfs_arguments(output: Path, tree: Path) -> list[str]:
-    """Arguments of mkfs.erofs. `-T` comes first, because the later `--preserve-mtime` must win for files."""
-    return [f"-T{BUILD_TIME}", "--preserve-mtime", f"-U{UUID}", "-x2", "--quiet", str(output), str(tree)]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TreeFacts:
+    """What has to be known about a tree before it is written."""
+
+    size_bytes: int
+    """Of the regular files, hard links counted once; 1 at least, for it is a divisor."""
+    newest_mtime_s: int
+
+
+def tree_facts(tree: Path) -> TreeFacts:
+    """Walk a tree once."""
+    total = 0
+    newest = max(0, int(os.lstat(tree).st_mtime))
+    seen: set[tuple[int, int]] = set()
+    for directory, subdirectories, names in os.walk(tree):
+        for name in (*names, *subdirectories):
+            status = os.lstat(Path(directory, name))
+            newest = max(newest, int(status.st_mtime))
+            if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
+                continue
+            if status.st_nlink > 1:
+                seen.add((status.st_dev, status.st_ino))
+            total += status.st_size
+    return TreeFacts(size_bytes=max(total, 1), newest_mtime_s=newest)
+
+
+def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
+    """mkfs.erofs clamps times to SOURCE_DATE_EPOCH and takes it as the superblock's; beyond the newest it changes none.
+
+    (Its option -T would give every file that time, whatever --preserve-mtime says.)
+    """
+    return {**ENVIRONMENT, "SOURCE_DATE_EPOCH": str(facts.newest_mtime_s + 1)}
 
 
 def make_erofs(output: Path, tree: Path, *, on_progress: OnProgress = quietly) -> None:
     """Write the tree below `tree` to the new file `output`. DiskFullError, or ImageInvalidError with its words."""
-    program = find_program("mkfs.erofs")
-    total = tree_size(tree)
+    arguments = [find_program("mkfs.erofs"), f"-U{UUID}", "-x2", "--quiet", str(output), str(tree)]
+    facts = tree_facts(tree)
 
     def tell() -> None:
         done = output.stat().st_size if output.exists() else 0
-        on_progress(Progress(phase="writing the layer", done=min(done, total), total=total))
+        on_progress(Progress(phase="writing the layer", done=min(done, facts.size_bytes), total=facts.size_bytes))
 
     tell()
-    ended = run_program([program, *mkfs_arguments(output, tree)], timeout_s=TIMEOUT_S, on_tick=tell)
+    ended = run_program(arguments, timeout_s=TIMEOUT_S, environment=mkfs_environment(facts), on_tick=tell)
     if ended.status != 0:
         raise _failed(ended, output)
-    on_progress(Progress(phase="writing the layer", done=total, total=total))
-
-
-def tree_size(tree: Path) -> int:
-    """Bytes of the regular files below a directory, hard links counted once; 1 at least, for it is a divisor."""
-    total = 0
-    seen: set[tuple[int, int]] = set()
-    for directory, _, names in os.walk(tree):
-        for name in names:
-            status = os.lstat(Path(directory, name))
-            if status.st_nlink > 1:
-                key = (status.st_dev, status.st_ino)
-                if key in seen:
-                    continue
-                seen.add(key)
-            total += status.st_size
-    return max(total, 1)
+    tell()
 
 
 def _failed(ended: Ended, output: Path) -> Exception:

@@ -1,0 +1,167 @@
+"""Layers of images, mounted: each exactly once per node, read-only, below one directory in the host's mount namespace.
+
+    <mount root>/<hex digest>/    the EROFS file `<store>/blobs/sha256/<hex>`, with `directio` where the kernel has it
+    <mount root>/.lock            held while a layer is mounted or unmounted
+
+Once per node, because a second mount of the same file caches everything twice. Any process may ask at any time: who
+comes first mounts, the others and every later process adopt what is there, after checking that it is that file.
+Nothing is unmounted when a sandbox ends, for the next one needs the layer; `unmount_all` is for `opendsec down`.
+
+Mounts keep set-id bits and devices as the image has them: a sandbox's own mounts and user range take their power away.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
+from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, UMOUNT_NOFOLLOW, mount, umount2
+from opendsec.linux.mount import MountEntry, mountinfo
+from opendsec.model.image import Image
+from opendsec.store.images import ImageStore
+from opendsec.store.manifest import hex_of
+from opendsec.store.staging import locked
+
+_EROFS = "erofs"
+_LOCK = ".lock"
+
+
+class LayerMounts:
+    """The mounted layers of one node, as descriptors.
+
+    Use as a context manager, or call `close`: it gives back the descriptors and leaves the mounts.
+    """
+
+    def __init__(self, store: ImageStore, mount_root: Path) -> None:
+        self._store = store
+        self._root = mount_root
+        self._fds: dict[str, int] = {}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def acquire(self, image: Image) -> tuple[int, ...]:
+        """Directory descriptors of the image's layers, **topmost first**, each mounted if it was not.
+
+        They belong to this object and stay good until `close` or `unmount_all`; asking again costs one look-up.
+        Raises ImageInvalidError (a layer is missing or no EROFS file), HostCapabilityError (this kernel or file
+        system cannot mount it; the remedy says what to change), NodeError (something else is mounted there).
+        """
+        return tuple(self._layer(layer.digest) for layer in reversed(image.layers))
+
+    def close(self) -> None:
+        """Give back the descriptors; the mounts stay for the next process."""
+        for fd in self._fds.values():
+            os.close(fd)
+        self._fds.clear()
+
+    def unmount_all(self) -> int:
+        """Unmount every layer below the mount root; how many there were. Sandboxes that still run keep theirs."""
+        self.close()
+        if not self._root.is_dir():
+            return 0
+        with self._locked() as root:
+            mounted = [entry for entry in mountinfo() if Path(entry.target).parent == root]
+            for entry in reversed(mounted):
+                umount2(entry.target, MNT_DETACH | UMOUNT_NOFOLLOW)
+            for directory in root.iterdir():
+                if directory.is_dir():
+                    directory.rmdir()
+        return len(mounted)
+
+    def _layer(self, digest: str) -> int:
+        fd = self._fds.get(digest)
+        if fd is None:
+            with self._locked() as root:
+                target = root / hex_of(digest)
+                self._mount_once(digest, target)
+                fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+            self._fds[digest] = fd
+        return fd
+
+    @contextmanager
+    def _locked(self) -> Iterator[Path]:
+        """The mount root without symbolic links, as mountinfo shows it; one process at a time."""
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        root = self._root.resolve(strict=True)
+        with locked(root / _LOCK):
+            yield root
+
+    def _mount_once(self, digest: str, target: Path) -> None:
+        blob = self._store.blob_path(digest).resolve()
+        present = mounted_at(target)
+        if present is not None:
+            check_adoptable(present, blob)
+            return
+        if not blob.is_file():
+            raise ImageInvalidError(f"layer {digest} is not in the store", detail={"layer": digest})
+        target.mkdir(mode=0o700, exist_ok=True)
+        mount_erofs(blob, target)
+
+
+def mounted_at(target: Path) -> MountEntry | None:
+    """What is mounted on exactly this path; the topmost when there are several."""
+    found = [entry for entry in mountinfo() if entry.target == str(target)]
+    return found[-1] if found else None
+
+
+def check_adoptable(present: MountEntry, blob: Path) -> None:
+    """Whether a mount made by somebody before us is that layer. NodeError when it is anything else."""
+    if present.fstype != _EROFS or present.source != str(blob):
+        raise NodeError(
+            f"{present.target} is taken by {present.fstype} from {present.source}, expected {blob}",
+            detail={"path": present.target},
+            remedy=f"umount {present.target}, or use another OPENDSEC_RUN_DIR",
+            retryable=False,
+        )
+
+
+def mount_erofs(blob: Path, target: Path) -> bool:
+    """Mount an EROFS file without a loop device; True when with `directio` (else its pages are cached twice)."""
+    try:
+        try:
+            mount(str(blob), str(target), _EROFS, MS_RDONLY, "directio")
+            return True
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        # Kernels before 6.15 do not know the option; for a damaged file the second try fails, too.
+        mount(str(blob), str(target), _EROFS, MS_RDONLY)
+        return False
+    except OSError as error:
+        raise _mount_failed(error, blob) from error
+
+
+def _mount_failed(error: OSError, blob: Path) -> Exception:
+    match error.errno:
+        case errno.ENOTBLK:
+            return HostCapabilityError(
+                f"EROFS files cannot be mounted from the file system {blob} lies on (ENOTBLK)",
+                detail={"probe": "erofs", "path": str(blob)},
+                remedy="put OPENDSEC_STATE_DIR on ext4, XFS or btrfs (tmpfs and overlay do not work); needs Linux 6.12 or newer",
+            )
+        case errno.ENODEV:
+            return HostCapabilityError(
+                "this kernel has no EROFS",
+                detail={"probe": "erofs"},
+                remedy="modprobe erofs, or use Linux 6.12 or newer",
+            )
+        case errno.EPERM | errno.EACCES:
+            return HostCapabilityError(
+                "mounting layers needs root", detail={"probe": "root"}, remedy="run the edge as root"
+            )
+        case errno.EINVAL | errno.EUCLEAN:
+            return ImageInvalidError(f"layer {blob.name} is no EROFS file this kernel can read: {error.strerror}")
+        case _:
+            return NodeError(f"layer {blob.name} could not be mounted: {error.strerror}")
