@@ -6,6 +6,7 @@ Ids are opaque to users; only the apiserver reads the edge out of one. Tokens ar
 
 from __future__ import annotations
 
+import base64
 import re
 import secrets
 from typing import NewType
@@ -16,7 +17,6 @@ SandboxId = NewType("SandboxId", str)
 CommandId = NewType("CommandId", str)
 """`cmd-<n>` for commands numbered by the edge; unique within one sandbox."""
 
-_ALPHABET = "abcdefghijklmnopqrstuvwxyz234567"
 _EDGE = r"[a-z0-9](?:[a-z0-9]{0,30}[a-z0-9])?"
 _EDGE_PATTERN = re.compile(rf"{_EDGE}\Z")
 _SANDBOX_PATTERN = re.compile(rf"sbx-({_EDGE})-[a-z2-7]{{16}}\Z")
@@ -25,7 +25,7 @@ _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}\Z")
 
 def new_token() -> str:
     """16 random base32 characters."""
-    return "".join(secrets.choice(_ALPHABET) for _ in range(16))
+    return base64.b32encode(secrets.token_bytes(10)).decode("ascii").lower()
 
 
 def new_sandbox_id(edge: str) -> SandboxId:
