@@ -147,9 +147,12 @@ class Process:
         return self._wanted[STDOUT], self._wanted[STDERR]
 
     async def read_output(self, stream: int) -> bytes:
-        """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command."""
-        async with self._lock:
-            while True:
+        """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command.
+
+        Both streams may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
+        """
+        while True:
+            async with self._lock:
                 if self._buffers[stream]:
                     data = self._buffers[stream].popleft()
                     self._buffered[stream] -= len(data)
@@ -157,7 +160,7 @@ class Process:
                     return data
                 if self._dropped[stream]:
                     await self._rewind()
-                elif self._follower.result is not None:
+                elif self._follower.finished:
                     return b""
                 await self._pull(deadline=None, reading=stream)
 

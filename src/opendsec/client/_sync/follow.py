@@ -14,7 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
-from opendsec.client._sync.transport import SILENCE_S, Body, Transport, encode_value, target
+from opendsec.client._sync.transport import SILENCE_S, Body, Transport, target
 from opendsec.client.concurrency import pause
 from opendsec.client.retrying import may_repeat
 from opendsec.errors import CommandLostError, DeadlineError, NotFoundError, OpenDSecError, ProtocolError, TransportError
@@ -88,6 +88,11 @@ class Follower:
                 self._recover(_named(error), deadline)
         return self._ready.popleft()
 
+    @property
+    def finished(self) -> bool:
+        """The result has been delivered, and so has everything before it."""
+        return self.result is not None and not self._ready
+
     def restart_from(self, stdout: int, stderr: int) -> None:
         """Forget what has not been delivered and go on from these offsets; close first."""
         self.offsets = [stdout, stderr]
@@ -122,7 +127,7 @@ class Follower:
         return self._transport.open(
             "POST",
             target("sandboxes", self._sandbox_id, "commands"),
-            content=encode_value(self._request),
+            content=codec.encode(self._request),
             deadline=deadline,
             silence_s=SILENCE_S,
         )
