@@ -149,7 +149,7 @@ class Process:
     async def read_output(self, stream: int) -> bytes:
         """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command.
 
-        Both streams may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
+        Both may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
         """
         while True:
             async with self._lock:

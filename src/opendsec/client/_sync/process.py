@@ -150,7 +150,7 @@ class Process:
     def read_output(self, stream: int) -> bytes:
         """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command.
 
-        Both streams may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
+        Both may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
         """
         while True:
             with self._lock:
