@@ -116,6 +116,8 @@ class LaunchPlan:
     """Where a private devpts is mounted; empty for none."""
     masks: tuple[str, ...] = ()
     """Paths to hide after everything is mounted; missing ones are skipped."""
+    overlay: tuple[str, ...] = ()
+    """Further options of the root overlay, `name` or `name=value`, e.g. `volatile` (no fsync reaches the disk)."""
     caps: int
     """Bounding set of everything that runs inside, as a bit mask."""
     seccomp: bool = True
@@ -160,6 +162,7 @@ def encode(plan: LaunchPlan, *, seq: int) -> tuple[bytes, list[int]]:
         *(("tmpfs", f"{tmpfs.options} {tmpfs.target}") for tmpfs in plan.tmpfs),
         *((("devpts", plan.devpts),) if plan.devpts else ()),
         *(("mask", path) for path in plan.masks),
+        *(("overlay", text) for text in plan.overlay),
         ("caps", f"{plan.caps:x}"),
         ("seccomp", str(int(plan.seccomp))),
         *(("rlimit", f"{number} {soft} {hard}") for number, (soft, hard) in plan.rlimits.items()),

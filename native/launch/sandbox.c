@@ -1,0 +1,243 @@
+/* The steps from a fresh fork to the guest agent, in order. Each either works or ends the process with a report; the kernel then takes back
+ * everything it had, because nothing of it is attached anywhere outside the process. */
+#include "launch/sandbox.h"
+#include "launch/fail.h"
+#include "launch/mounts.h"
+#include "launch/sys.h"
+#include "seccomp.h"
+
+#include <errno.h>
+#include <fcntl.h>
+#include <grp.h>
+#include <linux/capability.h>
+#include <net/if.h>
+#include <netinet/in.h>
+#include <poll.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/ioctl.h>
+#include <sys/fsuid.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/stat.h>
+#include <sys/wait.h>
+
+int clone(int (*function)(void *), void *stack, int flags, void *argument, ...); /* <sched.h> clashes with <linux/sched.h> */
+
+struct report *fail_report;
+
+void fail(const char *format, ...)
+{
+    fail_report->error = errno;
+    va_list values;
+    va_start(values, format);
+    vsnprintf(fail_report->message, sizeof(fail_report->message), format, values);
+    va_end(values);
+    _exit(1);
+}
+
+int must(int value, const char *what)
+{
+    if (value < 0)
+        fail("%s", what);
+    return value;
+}
+
+/* ── life and death ─────────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+/* The launcher died: nobody would ever hear of this sandbox. */
+static void must_be_awaited(int alive)
+{
+    struct pollfd reader = {.fd = alive};
+    if (poll(&reader, 1, 0) != 0) {
+        errno = EPIPE;
+        fail("the launcher is gone");
+    }
+}
+
+static void leave_launcher(int alive)
+{
+    step("clone");
+    sigset_t none;
+    sigemptyset(&none);
+    must(prctl(PR_SET_PDEATHSIG, SIGKILL), "PR_SET_PDEATHSIG");
+    must_be_awaited(alive);
+    must(sigprocmask(SIG_SETMASK, &none, NULL), "sigprocmask");
+    signal(SIGCHLD, SIG_DFL);
+    must(setsid(), "setsid");
+    umask(0);
+}
+
+static void write_file(int directory, const char *path, const char *text)
+{
+    int fd = openat(directory, path, O_WRONLY | O_CLOEXEC);
+    ssize_t length = (ssize_t)strlen(text);
+    if (fd < 0 || write(fd, text, (size_t)length) != length)
+        fail("write %s", path);
+    close(fd);
+}
+
+static void enter_cgroups(const struct request *request)
+{
+    step("cgroup1");
+    for (unsigned i = 0; i < request->cgroup1s; i++)
+        if (write(request->cgroup1[i], "0", 1) != 1)
+            fail("write to cgroup.procs number %u", i);
+}
+
+/* ── the user namespace ─────────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+struct birth {
+    int host_proc;
+    int proc;   /* /proc/PID of the process that was born in it */
+    int userns;
+};
+
+static int be_born(void *argument)
+{
+    struct birth *birth = argument;
+    birth->proc = openat(birth->host_proc, "self", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    birth->userns = openat(birth->host_proc, "self/ns/user", O_RDONLY | O_CLOEXEC);
+    return 0;
+}
+
+/* A user namespace needs a process to be born in it, and its maps are written through that process's /proc entry by somebody privileged outside: here
+ * by us, through the entry of a process that shares our memory and descriptors and has ended, but is not reaped yet. */
+static int make_userns(const struct request *request, const struct host *host)
+{
+    static char stack[16 * 1024] __attribute__((aligned(16)));
+    char map[64];
+    struct birth birth = {.host_proc = host->proc, .proc = -1, .userns = -1};
+    step("user");
+    int pid = must(clone(be_born, stack + sizeof(stack), CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER, &birth), "clone CLONE_NEWUSER");
+    must(birth.proc, "open /proc/self");
+    must(birth.userns, "open /proc/self/ns/user");
+    step("idmap");
+    snprintf(map, sizeof(map), "%u %u %u\n", request->inside, request->outside, request->count);
+    write_file(birth.proc, "uid_map", map);
+    write_file(birth.proc, "gid_map", map);
+    must(waitpid(pid, NULL, __WALL), "waitpid");
+    close(birth.proc);
+    return birth.userns;
+}
+
+/* Host root has no id in an idmapped tree, so nothing could be created there: not by overlayfs, which keeps the identity of its mounter, nor by us.
+ * From here on file system accesses are those of the sandbox's root, with host root's capabilities: setfsuid takes some away, capset returns them. */
+static void act_as_inner_root(const struct request *request)
+{
+    struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
+    struct __user_cap_data_struct sets[2];
+    step("user");
+    setfsgid(request->outside);
+    setfsuid(request->outside);
+    must((int)syscall(SYS_capget, &header, sets), "capget");
+    sets[0].effective = sets[0].permitted;
+    sets[1].effective = sets[1].permitted;
+    must((int)syscall(SYS_capset, &header, sets), "capset");
+}
+
+/* ── namespaces and network ─────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static void enter_namespaces(const struct host *host)
+{
+    step("namespaces");
+    must(sys_setns(host->slim, CLONE_NEWNS), "setns to the slim mount namespace");
+    must(sys_unshare(CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWCGROUP), "unshare");
+}
+
+static void set_up_network(const struct request *request)
+{
+    char groups[32];
+    struct ifreq loopback = {.ifr_name = "lo", .ifr_flags = IFF_UP | IFF_RUNNING};
+    step("network");
+    int fd = must(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0), "socket");
+    must(ioctl(fd, SIOCSIFFLAGS, &loopback), "set lo up");
+    close(fd);
+    write_file(AT_FDCWD, "/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
+    snprintf(groups, sizeof(groups), "%u %u", request->outside, request->outside + request->count - 1);
+    write_file(AT_FDCWD, "/proc/sys/net/ipv4/ping_group_range", groups);
+}
+
+static void set_hostname(const struct request *request)
+{
+    step("hostname");
+    must(sethostname(request->hostname, strlen(request->hostname)), "sethostname");
+}
+
+/* ── what the agent inherits ────────────────────────────────────────────────────────────────────────────────────────────────────── */
+
+static void set_limits(const struct request *request)
+{
+    step("rlimit");
+    for (unsigned i = 0; i < request->rlimit_count; i++) {
+        const struct limit *wanted = &request->rlimits[i];
+        struct rlimit now;
+        must(getrlimit(wanted->number, &now), "getrlimit");
+        rlim_t hard = wanted->hard < now.rlim_max ? wanted->hard : now.rlim_max;
+        struct rlimit next = {.rlim_cur = wanted->soft < hard ? wanted->soft : hard, .rlim_max = hard};
+        must(setrlimit(wanted->number, &next), "setrlimit");
+    }
+}
+
+/* 0-2, 3 and 4; the launcher keeps 0-9 occupied, so no descriptor of the request is among them. All others are closed on execution. */
+static void place_descriptors(const struct request *request, const struct host *host, const struct trees *trees)
+{
+    step("exec");
+    for (int i = 0; i < 3; i++)
+        must(dup2(host->null, i), "dup2");
+    must(dup2(request->listen, 3), "dup2");
+    must(dup2(trees->cgroup, 4), "dup2");
+}
+
+/* Last, because root outside is needed for all the rest. The order inside matters too: the filter needs CAP_SYS_ADMIN over the user namespace and the
+ * bounding set CAP_SETPCAP, and neither may remain. The execution computes the capabilities anew from the bounding set. */
+static void confine(const struct request *request, int userns)
+{
+    step("confine");
+    must(sys_setns(userns, CLONE_NEWUSER), "setns to the user namespace");
+    write_file(AT_FDCWD, "/proc/sys/user/max_user_namespaces", "0");
+    must(setgroups(0, NULL), "setgroups");
+    must(setresgid(0, 0, 0), "setresgid");
+    must(setresuid(0, 0, 0), "setresuid");
+    if (request->seccomp)
+        must(seccomp_apply(), "seccomp");
+    for (int capability = 0; prctl(PR_CAPBSET_READ, capability) >= 0; capability++)
+        if ((request->caps >> capability & 1) == 0)
+            must(prctl(PR_CAPBSET_DROP, capability), "PR_CAPBSET_DROP");
+    umask(022);
+}
+
+static _Noreturn void execute(const struct request *request, int alive)
+{
+    static char name[] = "opendsec-guest", listen_fd[] = "--listen-fd=3", cgroup_fd[] = "--cgroup-fd=4";
+    char *argv[MAX_ARGS + 4] = {name, listen_fd, cgroup_fd};
+    char *envp[] = {NULL};
+    for (unsigned i = 0; i < request->arg_count; i++)
+        argv[3 + i] = (char *)(size_t)request->args[i];
+    must_be_awaited(alive); /* the death signal is gone since the user namespace was entered */
+    step(STEP_EXEC);
+    sys_execveat(request->guest, "", argv, envp, AT_EMPTY_PATH);
+    fail("execute the agent");
+}
+
+void sandbox_run(const struct request *request, const struct host *host, int alive, struct report *report)
+{
+    struct trees trees;
+    fail_report = report;
+    leave_launcher(alive);
+    enter_cgroups(request);
+    int userns = make_userns(request, host);
+    act_as_inner_root(request);
+    mounts_prepare(request, userns, &trees);
+    enter_namespaces(host);
+    mounts_attach(request, &trees);
+    set_up_network(request);
+    set_hostname(request);
+    set_limits(request);
+    place_descriptors(request, host, &trees);
+    confine(request, userns);
+    execute(request, alive);
+}
