@@ -4,7 +4,6 @@ SHELL := /bin/bash
 PYTHON ?= python3
 VENV := .venv
 IMAGE := debian
-IMAGE_PACKAGES := python3,git,gcc,make,curl,ca-certificates,libc6-dev,procps
 REQUIRE ?=
 PYTEST_ARGS ?=
 
@@ -38,7 +37,7 @@ native: venv
 
 image: native
 	@$(VENV)/bin/opendsec image inspect $(IMAGE) >/dev/null 2>&1 \
-	  || $(VENV)/bin/opendsec image build-debian $(IMAGE) --include $(IMAGE_PACKAGES)
+	  || $(VENV)/bin/opendsec image build-debian $(IMAGE)
 
 lock:
 	@scripts/lock

@@ -34,7 +34,8 @@ def of_error(error: OpenDSecError) -> int:
     if isinstance(error, NoShellError):
         return NOT_FOUND
     if isinstance(error, ExecError):
-        return NOT_FOUND if error.detail.get("errno") in {"ENOENT", 2} else NOT_EXECUTABLE
+        missing = error.detail.get("errno") == "ENOENT" and error.detail.get("guest_code") == "exec"
+        return NOT_FOUND if missing else NOT_EXECUTABLE
     return PLATFORM
 
 

@@ -96,6 +96,8 @@ def _argv(context: typer.Context) -> list[str]:
     words = list(context.args)
     if words[:1] == ["--"]:
         words = words[1:]
+    elif words and words[0].startswith("-"):
+        raise typer.BadParameter(f"{words[0]}: options go before this point", param_hint="COMMAND")
     if not words:
         raise typer.BadParameter("say what to run, after --", param_hint="COMMAND")
     return words

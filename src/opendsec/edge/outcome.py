@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -57,7 +58,10 @@ class Recorded:
 def refusal(exc: GuestError) -> errors.OpenDSecError:
     """The guest's refusal to start (or to touch) a command as an error of ours."""
     cls = _REFUSALS.get(exc.code, errors.CommandError)
-    return cls(str(exc) or exc.code, detail={"guest_code": exc.code})
+    detail = {"guest_code": exc.code}
+    if exc.errno:
+        detail["errno"] = errno.errorcode.get(exc.errno, str(exc.errno))
+    return cls(str(exc) or exc.code, detail=detail)
 
 
 def end_at_start(exc: GuestError) -> EndReason | None:
