@@ -33,8 +33,7 @@ async def healthz() -> str:
 @get("/openapi.json", include_in_schema=False, media_type=MediaType.JSON)
 async def openapi_json(request: Request[Any, Any, Any]) -> Response[bytes]:
     """This API in OpenAPI 3.1."""
-    schema = request.app.openapi_schema.to_schema()
-    return Response(codec.encode(schema), media_type=MediaType.JSON)
+    return Response(codec.encode(_with_our_errors(request.app.openapi_schema.to_schema())), media_type=MediaType.JSON)
 
 
 def make_app(
@@ -73,6 +72,42 @@ def make_app(
         ),
     )
     return Front(application, verify=verify, open_paths=OPEN_PATHS, raw=raw)  # type: ignore[arg-type]
+
+
+_ERROR_SCHEMA = {
+    "type": "object",
+    "required": ["error"],
+    "properties": {
+        "error": {
+            "type": "object",
+            "required": ["code", "message", "detail", "remedy", "retryable", "request_id", "sandbox_id"],
+            "properties": {
+                "code": {"type": "string"},
+                "message": {"type": "string"},
+                "detail": {"type": "object"},
+                "remedy": {"type": "string"},
+                "retryable": {"type": "boolean"},
+                "request_id": {"type": "string"},
+                "sandbox_id": {"type": "string"},
+            },
+        }
+    },
+}
+
+
+def _with_our_errors(schema: dict[str, Any]) -> dict[str, Any]:
+    """The document with every operation's errors described as they are, instead of as Litestar's own would be."""
+    answer = {
+        "description": "An error",
+        "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}},
+    }
+    schema.setdefault("components", {}).setdefault("schemas", {})["Error"] = _ERROR_SCHEMA
+    for operations in schema.get("paths", {}).values():
+        for operation in operations.values():
+            if isinstance(operation, dict) and "responses" in operation:
+                operation["responses"].pop("400", None)
+                operation["responses"]["default"] = answer
+    return schema
 
 
 def _answer_error(_request: Request[Any, Any, Any], exc: Exception) -> Response[Any]:

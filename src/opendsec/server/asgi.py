@@ -7,7 +7,7 @@ for a short one.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any
 from urllib.parse import parse_qsl
 
@@ -16,7 +16,7 @@ from opendsec.wire import codec
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
+Receive = Callable[[], Awaitable[Any]]
 Send = Callable[[Message], Awaitable[None]]
 ASGIApp = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = Sequence[tuple[bytes, bytes]]
@@ -37,7 +37,7 @@ class BodyTooLargeError(errors.InvalidSpecError):
         super().__init__(f"body: larger than {limit} bytes", detail={"field": "body", "limit": limit})
 
 
-def header(scope: Scope, name: bytes) -> str | None:
+def header(scope: Mapping[str, Any], name: bytes) -> str | None:
     """The first header of that lower-case name, latin-1 decoded."""
     for key, value in scope["headers"]:
         if key == name:
@@ -46,7 +46,7 @@ def header(scope: Scope, name: bytes) -> str | None:
     return None
 
 
-def query(scope: Scope) -> dict[str, str]:
+def query(scope: Mapping[str, Any]) -> dict[str, str]:
     """Query parameters; other bytes than UTF-8 survive as surrogates (surrogateescape). A repeated name is refused."""
     found: dict[str, str] = {}
     raw = scope.get("query_string", b"").decode("latin-1")
@@ -57,12 +57,12 @@ def query(scope: Scope) -> dict[str, str]:
     return found
 
 
-def request_id(scope: Scope) -> str:
+def request_id(scope: Mapping[str, Any]) -> str:
     """The request id the front gave this request; "" outside of a request."""
     return str(scope.get("state", {}).get("request_id", ""))
 
 
-def principal(scope: Scope) -> Any:
+def principal(scope: Mapping[str, Any]) -> Any:
     """What `verify` returned for this request's token; None on open paths."""
     return scope.get("state", {}).get("principal")
 

@@ -28,7 +28,9 @@ class ModelBody(AbstractDTO[T]):
         return codec.decode(value, kind)
 
     def data_to_encodable_type(self, data: T | Collection[T]) -> bytes:
-        """Encoded here, so Litestar passes it on as it is."""
+        """Encoded here, so Litestar passes it on as it is; bytes are an answer that is encoded already."""
+        if isinstance(data, bytes):
+            return data
         return codec.encode(data)
 
     @classmethod

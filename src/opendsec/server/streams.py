@@ -8,15 +8,17 @@ nobody takes half for whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Mapping
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
-from litestar import Request, Response
+from litestar import Response
 
 from opendsec.server.asgi import ASGIApp, ClientGoneError, Headers, Receive, Scope, Send
 from opendsec.wire import codec
 from opendsec.wire.contracts import NDJSON_MEDIA_TYPE, STREAM_MEDIA_TYPE
+
+T = TypeVar("T")
 
 
 async def send_stream(
@@ -34,13 +36,13 @@ async def send_stream(
     """
     try:
         async with aclosing(chunks), asyncio.TaskGroup() as group:
-            watch = group.create_task(_raise_when_gone(receive))
+            watch = group.create_task(raise_when_gone(receive))
             await _pump(
                 send, chunks, status=status, headers=[(b"content-type", media_type.encode("latin-1")), *headers]
             )
             watch.cancel()
     except BaseExceptionGroup as failures:
-        raise _first(failures) from None
+        raise first_failure(failures) from None
 
 
 async def _pump(send: Send, chunks: AsyncGenerator[bytes], *, status: int, headers: Headers) -> None:
@@ -52,14 +54,27 @@ async def _pump(send: Send, chunks: AsyncGenerator[bytes], *, status: int, heade
     await send({"type": "http.response.body", "body": b""})
 
 
-async def _raise_when_gone(receive: Receive) -> None:
+async def raise_when_gone(receive: Receive) -> None:
+    """Wait for the client to leave, then raise ClientGoneError. The request body must have been read to its end."""
     while (await receive())["type"] != "http.disconnect":
         pass
     raise ClientGoneError("the client left before the answer was whole")
 
 
-def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The one failure worth telling: a client that has gone outranks what its leaving broke."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled when the client leaves (ClientGoneError)."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(raise_when_gone(receive))
+            result = await work
+            watch.cancel()
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    return result
+
+
+def first_failure(failures: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The one failure of a task group worth telling: a client that has gone outranks what its leaving broke."""
     flat: list[BaseException] = []
     todo: list[BaseException] = [failures]
     while todo:
@@ -77,31 +92,37 @@ async def ndjson(values: AsyncIterable[object]) -> AsyncGenerator[bytes]:
         yield codec.encode(value) + b"\n"
 
 
-class StreamAnswer(Response[None]):
-    """What a Litestar handler returns to stream. `headers` are as for any Response."""
+class AsgiAnswer(Response[None]):
+    """What a Litestar handler returns to answer by itself, with an ASGI app that runs outside of Litestar's ways."""
+
+    def __init__(self, app: ASGIApp, *, media_type: str, status_code: int | None = None) -> None:
+        super().__init__(None, media_type=media_type, status_code=status_code)
+        self.asgi = app
+
+    def to_asgi_response(self, *_args: Any, **_given: Any) -> ASGIApp:  # type: ignore[override]
+        """Called by Litestar."""
+        return self.asgi
+
+
+class StreamAnswer(AsgiAnswer):
+    """What a Litestar handler returns to stream. The status is 200 unless given; `headers` are added."""
 
     def __init__(
         self,
         chunks: AsyncGenerator[bytes],
         *,
         media_type: str = STREAM_MEDIA_TYPE,
-        status_code: int | None = None,
+        status_code: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        super().__init__(None, media_type=media_type, status_code=status_code, headers=headers)
-        self._chunks = chunks
-
-    def to_asgi_response(self, app: Any = None, request: Request[Any, Any, Any] | None = None, **given: Any) -> ASGIApp:  # type: ignore[override]
-        """Called by Litestar."""
-        status = self.status_code or int(given.get("status_code") or 200)
-        head = [(name.lower().encode("latin-1"), str(value).encode("latin-1")) for name, value in self.headers.items()]
+        head = [(name.lower().encode("latin-1"), value.encode("latin-1")) for name, value in (headers or {}).items()]
 
         async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
-            await send_stream(receive, send, self._chunks, status=status, media_type=str(self.media_type), headers=head)
+            await send_stream(receive, send, chunks, status=status_code, media_type=media_type, headers=head)
 
-        return answer
+        super().__init__(answer, media_type=media_type, status_code=status_code)
 
 
-def ndjson_answer(values: AsyncIterable[object], *, status_code: int | None = None) -> StreamAnswer:
+def ndjson_answer(values: AsyncIterable[object], *, status_code: int = 200) -> StreamAnswer:
     """NDJSON of model values."""
     return StreamAnswer(ndjson(values), media_type=NDJSON_MEDIA_TYPE, status_code=status_code)

@@ -1,0 +1,1 @@
+"""Alembic's folder: `env` runs the versions, `versions` holds them in order."""

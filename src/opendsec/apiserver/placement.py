@@ -1,0 +1,79 @@
+"""Which edge gets a new sandbox: pure functions over what is known of the edges.
+
+The edge has the last word (admission); a stale view costs a second try, never an overload. No clock, no randomness:
+the seed is given.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from opendsec import errors
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EdgeView:
+    """One edge as last seen, with our own placements since then added to `live`."""
+
+    name: str
+    live: int = 0
+    accepting: bool = True
+
+
+def order(views: Sequence[EdgeView], *, seed: int) -> tuple[str, ...]:
+    """Every edge, best first: accepting before not, fewer live sandboxes before more, ties shuffled by `seed`."""
+    shuffled = sorted(views, key=lambda view: view.name)
+    random.Random(seed).shuffle(shuffled)  # noqa: S311 - spreading load, not guarding anything
+    return tuple(view.name for view in sorted(shuffled, key=lambda view: (not view.accepting, view.live)))
+
+
+def split(count: int, views: Sequence[EdgeView]) -> dict[str, int]:
+    """How many of `count` each edge gets, so that live sandboxes even out. Edges that get none are left out."""
+    usable = [view for view in views if view.accepting] or list(views)
+    level = sorted(usable, key=lambda view: (view.live, view.name))
+    shares = {view.name: 0 for view in level}
+    left = count
+    for filled in range(1, len(level) + 1):
+        group = level[:filled]
+        gap = level[filled].live - level[filled - 1].live if filled < len(level) else left
+        step = min(left, gap * filled)
+        for position, view in enumerate(group):
+            shares[view.name] += step // filled + (1 if position < step % filled else 0)
+        left -= step
+    return {name: share for name, share in shares.items() if share}
+
+
+def may_try_elsewhere(error: errors.OpenDSecError) -> bool:
+    """Whether another edge could take what this one refused; true only when nothing was started here."""
+    return isinstance(
+        error,
+        (
+            errors.CapacityError,
+            errors.ConnectError,
+            errors.BackendUnavailableError,
+            errors.HostCapabilityError,
+            errors.DiskFullError,
+            errors.ImageNotFoundError,
+        ),
+    )
+
+
+def refusal(reasons: Mapping[str, errors.OpenDSecError]) -> errors.OpenDSecError:
+    """One error for 'no edge took it':
+
+    the edges' own when they agree that it is not about room, else UnschedulableError.
+    """
+    if not reasons:
+        return errors.UnschedulableError("no edge is known", remedy="start one, or name it in OPENDSEC_EDGES")
+    kinds = {type(error) for error in reasons.values()}
+    first = next(iter(reasons.values()))
+    if len(kinds) == 1 and not isinstance(first, (errors.CapacityError, errors.ConnectError)):
+        return first
+    told = {name: str(error) for name, error in reasons.items()}
+    return errors.UnschedulableError(
+        "no edge took it: " + "; ".join(f"{name}: {text}" for name, text in sorted(told.items())),
+        detail={"reasons": told},
+        remedy="try again later, ask for less, or add an edge",
+    )

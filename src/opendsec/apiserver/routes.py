@@ -1,0 +1,225 @@
+"""Management endpoints: decode, decide, call, encode; nothing else.
+
+Everything about one sandbox goes through `forward` and never comes here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from litestar import MediaType, Request, Response, delete, get, post
+from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
+
+from opendsec import errors
+from opendsec.apiserver.batches import Batches, check_batch
+from opendsec.apiserver.creating import Caller, Creating, check_timeout
+from opendsec.apiserver.creations import check_key
+from opendsec.apiserver.iam import Iam, KeyRecord, NewKey, Principal, Project, Role, require_admin
+from opendsec.apiserver.listing import Listing
+from opendsec.model.node import SandboxStatus
+from opendsec.model.spec import check_spec
+from opendsec.server.asgi import Receive, Scope, Send, header, principal, request_id
+from opendsec.server.streams import AsgiAnswer, first_failure, raise_when_gone, while_connected
+from opendsec.wire.contracts import (
+    HEADER_IDEMPOTENCY,
+    HEADER_TIMEOUT,
+    NDJSON_MEDIA_TYPE,
+    BatchRequest,
+    CreateRequest,
+    ImageList,
+    SandboxPage,
+)
+
+Incoming = Request[Any, Any, Any]
+Labels = FromQuery[list[str] | None]
+InState = Annotated[str, QueryParameter(name="state")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRequest:
+    """Make a key. `project`: None is the caller's own."""
+
+    project: str | None = None
+    role: Role = Role.MEMBER
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectRequest:
+    """Make a project."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyList:
+    """All keys, oldest first."""
+
+    items: tuple[KeyRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectList:
+    """All projects, by name."""
+
+    items: tuple[Project, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parts:
+    """What the routes call; one per process, in `app.state.parts`."""
+
+    iam: Iam
+    creating: Creating
+    batches: Batches
+    listing: Listing
+
+
+def _parts(request: Incoming) -> Parts:
+    parts: Parts = request.app.state.parts
+    return parts
+
+
+def _who(scope: Any) -> Principal:
+    found: Principal = principal(scope)
+    return found
+
+
+def _caller(scope: Any) -> Caller:
+    return Caller(
+        project=_who(scope).project,
+        request_id=request_id(scope),
+        idempotency_key=check_key(header(scope, HEADER_IDEMPOTENCY.lower().encode("ascii"))),
+        timeout=check_timeout(header(scope, HEADER_TIMEOUT.lower().encode("ascii"))),
+    )
+
+
+@post("/v1/sandboxes", summary="Start a sandbox; answers when it is ready", tags=["sandboxes"])
+async def create_sandbox(request: Incoming, data: JSONBody[CreateRequest]) -> Response[SandboxStatus]:
+    """Headers: `Idempotency-Key` (same key and body: same sandbox), `X-OpenDSec-Timeout` (seconds)."""
+    if data.sandbox_id is not None:
+        raise errors.InvalidSpecError("sandbox_id: chosen by the apiserver", detail={"field": "sandbox_id"})
+    check_spec(data.spec)
+    caller = _caller(request.scope)
+    status: Any = await while_connected(request.receive, _parts(request).creating.create(data, caller))
+    return Response(status, media_type=MediaType.JSON, status_code=201)
+
+
+@post(
+    "/v1/sandbox-batches",
+    summary="Start up to 32,768 sandboxes; answers with NDJSON of BatchItem as they become ready",
+    tags=["sandboxes"],
+    status_code=200,
+    media_type=NDJSON_MEDIA_TYPE,
+)
+async def create_batch(request: Incoming, data: JSONBody[BatchRequest]) -> AsgiAnswer:
+    """Headers as for one. The last line has `done`; an answer without it was cut."""
+    check_spec(data.spec)
+    check_batch(data)
+    caller = _caller(request.scope)
+    batches = _parts(request).batches
+
+    async def answer(_scope: Scope, receive: Receive, send: Send) -> None:
+        await send_batch(batches, data, caller, receive, send)
+
+    return AsgiAnswer(answer, media_type=NDJSON_MEDIA_TYPE)
+
+
+async def send_batch(batches: Batches, data: BatchRequest, caller: Caller, receive: Receive, send: Send) -> None:
+    """Lines as they come, no faster than the client reads; the client's leaving ends it."""
+    begun = False
+
+    async def deliver(lines: bytes) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            head = [(b"content-type", NDJSON_MEDIA_TYPE.encode("ascii"))]
+            await send({"type": "http.response.start", "status": 200, "headers": head})
+        await send({"type": "http.response.body", "body": lines, "more_body": True})
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            watch = group.create_task(raise_when_gone(receive))
+            await batches.run(data, caller, deliver)
+            watch.cancel()
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    await send({"type": "http.response.body", "body": b""})
+
+
+@get("/v1/sandboxes", summary="List sandboxes of the project", tags=["sandboxes"])
+async def list_sandboxes(
+    request: Incoming,
+    label: Labels = None,
+    in_state: InState = "",
+    limit: FromQuery[int] = 100,
+    cursor: FromQuery[str] = "",
+) -> SandboxPage:
+    """`label=key=value` may be repeated (all must match); `cursor` is the last page's."""
+    return await _parts(request).listing.page(
+        project=_who(request.scope).project,
+        labels=tuple(label or ()),
+        state=in_state,
+        limit=limit,
+        cursor=cursor,
+        request_id=request_id(request.scope),
+    )
+
+
+@get("/v1/images", summary="Images sandboxes can start from", tags=["images"])
+async def list_images(request: Incoming) -> ImageList:
+    """Of every edge, each once."""
+    return await _parts(request).listing.images(request_id=request_id(request.scope))
+
+
+@post("/v1/keys", summary="Make an API key (admin); its secret is told this once", tags=["keys"])
+async def create_key(request: Incoming, data: JSONBody[KeyRequest]) -> NewKey:
+    """For the caller's project unless another is named."""
+    who = _who(request.scope)
+    require_admin(who)
+    return await _parts(request).iam.create_key(
+        project=who.project if data.project is None else data.project, role=data.role, title=data.title
+    )
+
+
+@get("/v1/keys", summary="All API keys, without their secrets (admin)", tags=["keys"])
+async def list_keys(request: Incoming) -> KeyList:
+    """Oldest first."""
+    require_admin(_who(request.scope))
+    return KeyList(items=await _parts(request).iam.list_keys())
+
+
+@delete("/v1/keys/{key_id:str}", summary="Delete an API key (admin)", tags=["keys"], status_code=204)
+async def delete_key(request: Incoming, key_id: FromPath[str]) -> None:
+    """It stops working at once here, and within seconds in other apiservers."""
+    require_admin(_who(request.scope))
+    await _parts(request).iam.delete_key(key_id)
+
+
+@post("/v1/projects", summary="Make a project (admin)", tags=["keys"])
+async def create_project(request: Incoming, data: JSONBody[ProjectRequest]) -> Project:
+    """A name of 1 to 63 lower-case letters, digits and inner dashes."""
+    require_admin(_who(request.scope))
+    return await _parts(request).iam.create_project(data.name)
+
+
+@get("/v1/projects", summary="All projects (admin)", tags=["keys"])
+async def list_projects(request: Incoming) -> ProjectList:
+    """By name."""
+    require_admin(_who(request.scope))
+    return ProjectList(items=await _parts(request).iam.list_projects())
+
+
+ROUTES = (
+    create_sandbox,
+    create_batch,
+    list_sandboxes,
+    list_images,
+    create_key,
+    list_keys,
+    delete_key,
+    create_project,
+    list_projects,
+)

@@ -1,0 +1,69 @@
+"""What an apiserver is told when it starts:
+
+defaults, overridden by OPENDSEC_* variables. Read once, in a composition root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendsec.errors import InvalidSpecError
+from opendsec.model.ids import check_edge_name
+from opendsec.server.runner import Address, parse_address
+
+DEFAULT_LISTEN = "127.0.0.1:8700"
+DEFAULT_STATE_DIR = "/var/lib/opendsec"
+DEFAULT_RUN_DIR = "/run/opendsec"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """One apiserver."""
+
+    listen: Address
+    edges: Mapping[str, Address]
+    database_url: str
+    edge_token: str = ""
+    """Empty: the shared file."""
+    edge_token_file: Path
+    log_level: str = "info"
+
+
+def edge_socket(run_dir: Path, edge: str) -> Path:
+    """Where an edge of that name listens by default."""
+    return run_dir / f"edge-{check_edge_name(edge)}.sock"
+
+
+def parse_edges(text: str, *, run_dir: Path) -> dict[str, Address]:
+    """`local` or `a=unix:/path,b=10.0.0.2:8701`; a bare name listens on its default socket. Raises InvalidSpecError."""
+    found: dict[str, Address] = {}
+    for part in filter(None, (piece.strip() for piece in text.split(","))):
+        name, given, where = part.partition("=")
+        check_edge_name(name)
+        if name in found:
+            raise InvalidSpecError(f"OPENDSEC_EDGES: edge {name} is named twice", detail={"field": "OPENDSEC_EDGES"})
+        found[name] = (
+            parse_address(where, field="OPENDSEC_EDGES") if given else Address(path=edge_socket(run_dir, name))
+        )
+    return found
+
+
+def from_environment(environment: Mapping[str, str]) -> Settings:
+    """Settings of this process. Raises InvalidSpecError naming the variable."""
+    run_dir = Path(environment.get("OPENDSEC_RUN_DIR") or DEFAULT_RUN_DIR)
+    state_dir = Path(environment.get("OPENDSEC_STATE_DIR") or DEFAULT_STATE_DIR)
+    return Settings(
+        listen=parse_address(environment.get("OPENDSEC_LISTEN") or DEFAULT_LISTEN, field="OPENDSEC_LISTEN"),
+        edges=parse_edges(environment.get("OPENDSEC_EDGES") or "local", run_dir=run_dir),
+        database_url=environment.get("OPENDSEC_DATABASE_URL") or f"sqlite:///{database_file(state_dir)}",
+        edge_token=environment.get("OPENDSEC_EDGE_TOKEN", ""),
+        edge_token_file=run_dir / "edge.token",
+        log_level=environment.get("OPENDSEC_LOG_LEVEL") or "info",
+    )
+
+
+def database_file(state_dir: Path) -> Path:
+    """The SQLite file used when no database is named."""
+    return state_dir.absolute() / "apiserver" / "iam.sqlite3"
