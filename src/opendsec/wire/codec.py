@@ -1,7 +1,7 @@
 """Model values and errors ↔ bytes (JSON by msgspec), in one place.
 
-Decoding is strict: unknown fields, wrong types and trailing bytes raise InvalidSpecError naming the field. Answers of a server are read
-with `decode_answer`, which passes over fields a newer server may have added.
+Decoding is strict: unknown fields, wrong types and trailing bytes raise InvalidSpecError naming the field. Answers
+of a server are read with `decode_answer`, which passes over fields a newer server may have added.
 Errors travel as `{"error": {"code", "message", "detail", "remedy", "retryable", "request_id", "sandbox_id"}}`.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import re
 import types
 from collections.abc import Iterator, Mapping
@@ -21,24 +22,32 @@ from opendsec import errors
 T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
+_SURROGATE = b"\\ud"
 _FIELD = re.compile(r"at `\$\.?([^`]*)`|unknown field `([^`]+)`|required field `([^`]+)`")
 
 
 def encode(value: object) -> bytes:
-    """Any model value (dataclass, enum, mapping, …) as compact JSON."""
-    return _encoder.encode(value)
+    """Any model value (dataclass, enum, mapping, …) as compact JSON.
+
+    File names that are no UTF-8 (surrogates, PEP 383) travel as JSON escapes such as `\\udcff` and come back the same.
+    """
+    try:
+        return _encoder.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode("ascii")
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
-    """JSON → a model value. Raises InvalidSpecError with `detail["field"]` when the bytes do not fit, unknown fields included."""
+    """JSON → a model value. Raises InvalidSpecError with `detail["field"]` when the bytes do not fit, unknown
+    fields included."""
     shape: Any = kind
     plan = _plan(shape)
     if plan is None:
         return decode_answer(data, kind)
     try:
-        raw = msgspec.json.decode(data)
+        raw = _parsed(data)
         value = msgspec.convert(raw, kind, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
     for field in _unknown(raw, plan, ""):
         raise errors.InvalidSpecError(f"{field}: no such field in {kind.__name__}", detail={"field": field})
@@ -48,9 +57,17 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
 def decode_answer(data: bytes | memoryview, kind: type[T]) -> T:
     """As `decode`, but fields this version does not know are passed over."""
     try:
+        if _SURROGATE in bytes(data):
+            return msgspec.convert(_parsed(data), kind, strict=True)
         return msgspec.json.decode(data, type=kind, strict=True)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
+
+
+def _parsed(data: bytes | memoryview) -> Any:
+    """Escapes of lone surrogates, as `encode` makes them, are refused by msgspec and taken by json."""
+    raw = bytes(data)
+    return json.loads(raw) if _SURROGATE in raw else msgspec.json.decode(raw)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +80,8 @@ class _Plan:
 
 @functools.cache
 def _plan(kind: Any) -> _Plan | None:
-    """None: nothing below can have an unknown field. msgspec refuses them for its own structs only, not for dataclasses."""
+    """None: nothing below can have an unknown field. msgspec refuses them for its own structs only, not for
+    dataclasses."""
     if dataclasses.is_dataclass(kind) and isinstance(kind, type):
         hints = get_type_hints(kind)
         return _Plan(fields={field.name: _plan(hints[field.name]) for field in dataclasses.fields(kind)})
@@ -120,7 +138,7 @@ def error_fields(error: errors.OpenDSecError) -> dict[str, object]:
 def decode_error(data: bytes | memoryview, *, fallback: str = "") -> errors.OpenDSecError:
     """Rebuild an error by its code. Bytes that are no error of ours become ProtocolError carrying `fallback`."""
     try:
-        fields = msgspec.json.decode(data)["error"]
+        fields = _parsed(data)["error"]
         return error_from_fields(fields)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
         text = fallback or bytes(data[:200]).decode("utf-8", "replace")

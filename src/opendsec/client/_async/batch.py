@@ -7,7 +7,7 @@ from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 
 from opendsec.client._async.lines import read_lines
-from opendsec.client._async.transport import Transport, decode_answer, encode_value, target
+from opendsec.client._async.transport import Transport, decode_answer, target
 from opendsec.client.concurrency import async_pause
 from opendsec.client.retrying import may_repeat
 from opendsec.errors import DeadlineError, OpenDSecError, ProtocolError, TransportError
@@ -52,7 +52,7 @@ async def _ask(
     body = await transport.open(
         "POST",
         target("sandbox-batches"),
-        content=encode_value(request),
+        content=codec.encode(request),
         headers=headers,
         deadline=deadline,
         silence_s=left_s,

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from opendsec.client._async.transport import Body, Transport, target
+from opendsec.client._async.transport import Body, Transport, octal, target
 from opendsec.client.concurrency import async_blocking
 from opendsec.client.progress import Meter, ProgressCallback
 from opendsec.client.retrying import may_repeat
@@ -153,7 +153,7 @@ class Transfer:
     def _target(
         self, verb: str, path: str, user: str | None, *, mode: int | None = None, parents: bool | None = None
     ) -> str:
-        query = {"path": path, "user": user, "mode": mode, "parents": parents}
+        query = {"path": path, "user": user, "mode": octal(mode), "parents": parents}
         return target("sandboxes", self._sandbox_id, "files", verb, query=query)
 
 

@@ -8,7 +8,7 @@ from collections.abc import Generator, Mapping
 from contextlib import closing
 
 from opendsec.client._sync.lines import read_lines
-from opendsec.client._sync.transport import Transport, decode_answer, encode_value, target
+from opendsec.client._sync.transport import Transport, decode_answer, target
 from opendsec.client.concurrency import pause
 from opendsec.client.retrying import may_repeat
 from opendsec.errors import DeadlineError, OpenDSecError, ProtocolError, TransportError
@@ -53,7 +53,7 @@ def _ask(
     body = transport.open(
         "POST",
         target("sandbox-batches"),
-        content=encode_value(request),
+        content=codec.encode(request),
         headers=headers,
         deadline=deadline,
         silence_s=left_s,

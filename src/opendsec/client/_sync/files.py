@@ -13,7 +13,7 @@ from typing import TypeVar
 
 from opendsec.client._sync.lines import read_lines
 from opendsec.client._sync.transfer import Transfer
-from opendsec.client._sync.transport import Body, Content, Transport, decode_answer, target
+from opendsec.client._sync.transport import Body, Content, Transport, decode_answer, octal, target
 from opendsec.client.progress import ProgressCallback
 from opendsec.client.retrying import may_repeat
 from opendsec.client.tree_unpack import DownloadedTree, TreeLimits
@@ -180,7 +180,7 @@ class Files:
         return self._transport.call("POST", where, kind, value=request, idempotent=idempotent)
 
     def _content_target(self, path: str, mode: int | None, user: str | None, *, parents: bool) -> str:
-        return self._target("content", {"path": path, "mode": mode, "user": user, "parents": parents})
+        return self._target("content", {"path": path, "mode": octal(mode), "user": user, "parents": parents})
 
     def _target(self, verb: str, query: dict[str, str | int | bool | None]) -> str:
         return target("sandboxes", self._sandbox_id, "files", verb, query=query)

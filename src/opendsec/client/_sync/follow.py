@@ -201,7 +201,7 @@ class Follower:
 
 def _decode(frame: Frame, kind: type[T]) -> T:
     try:
-        return codec.decode(frame.payload, kind)
+        return codec.decode_answer(frame.payload, kind)
     except OpenDSecError as exc:
         raise ProtocolError(f"a frame of type {frame.type} is no {kind.__name__}: {exc.message}") from exc
 

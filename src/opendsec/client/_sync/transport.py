@@ -21,7 +21,7 @@ from opendsec.client._sync.connection import Connection, Pool
 from opendsec.client.concurrency import pause
 from opendsec.client.retrying import KNOWN_PATIENCE_S, STRANGER_PATIENCE_S, delay_s, may_repeat
 from opendsec.client.settings import Endpoint
-from opendsec.errors import DeadlineError, InvalidSpecError, OpenDSecError, ProtocolError, TransportError
+from opendsec.errors import DeadlineError, OpenDSecError, ProtocolError, TransportError
 from opendsec.wire import codec
 from opendsec.wire.contracts import HEADER_REQUEST_ID
 
@@ -183,7 +183,7 @@ class Transport:
 
         `idempotent=False`: repeated only when nothing was sent.
         """
-        content = raw if raw is not None else b"" if value is None else encode_value(value)
+        content = raw if raw is not None else b"" if value is None else codec.encode(value)
         if raw is not None:
             headers = {"Content-Type": OCTETS, **(headers or {})}
         deadline = self.deadline(timeout_s)
@@ -301,18 +301,15 @@ def _query_text(value: str | int | bool | None) -> str:
     return quote(str(value), safe="", errors="surrogateescape")
 
 
-def encode_value(value: object) -> bytes:
-    """A model value as JSON. Raises InvalidSpecError for text that no UTF-8 can carry."""
-    try:
-        return codec.encode(value)
-    except UnicodeEncodeError as exc:
-        raise InvalidSpecError(f"body: holds text that is not Unicode: {exc}", detail={"field": "body"}) from exc
+def octal(mode: int | None) -> str | None:
+    """Permission bits as a query has them: `644`."""
+    return None if mode is None else f"{mode:o}"
 
 
 def decode_answer(data: bytes, kind: type[T], request_id: str) -> T:
     """JSON of a good answer → value. Raises ProtocolError when it is not what the contract says."""
     try:
-        return codec.decode(data, kind)
+        return codec.decode_answer(data, kind)
     except OpenDSecError as exc:
         raise ProtocolError(f"the server's answer is no {kind.__name__}: {exc.message}", request_id=request_id) from exc
 
