@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import functools
 import os
-import shutil
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from opendsec.errors import ImageError
+from opendsec.linux import probe
+from opendsec.store.images import ImageStore
+
+STATE_DIR = Path(os.environ.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec"))
 COST_MARKERS = frozenset({"slow", "soak"})
 _SKIP_KEY = "capability: "
 
@@ -28,49 +31,26 @@ def _native() -> str | None:
 
 
 def _image() -> str | None:
-    from opendsec.store.images import ImageStore
-
-    from opendsec.errors import ImageError
-
-    root = Path(os.environ.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec")) / "store"
+    root = STATE_DIR / "store"
+    if not root.is_dir():
+        return f"no image store at {root}; run `make image`"
     try:
         ImageStore(root).get("debian")
-    except (ImageError, OSError) as exc:
+    except ImageError as exc:
         return f"no image `debian` in {root} ({exc}); run `make image`"
     return None
 
 
-def _mmdebstrap() -> str | None:
-    return None if shutil.which("mmdebstrap") else "mmdebstrap is not installed"
-
-
-def _root() -> str | None:
-    return None if os.geteuid() == 0 else "not root"
-
-
-def _unshare(flag: str) -> Callable[[], str | None]:
-    def ask() -> str | None:
-        done = subprocess.run(["unshare", flag, "true"], check=False, capture_output=True, timeout=10)
-        return None if done.returncode == 0 else done.stderr.decode("utf-8", "replace").strip()
-
-    return ask
-
-
-_OWN: dict[str, Callable[[], str | None]] = {
-    "native": _native,
-    "image": _image,
-    "mmdebstrap": _mmdebstrap,
-    "root": _root,
-    **dict.fromkeys(("cgroup", "memcg", "erofs", "overlay", "loop", "nft", "tun"), _root),
-    "userns": _unshare("-U"),
-    "netns": _unshare("-n"),
-}
+_OWN: dict[str, Callable[[], str | None]] = {"native": _native, "image": _image}
 
 
 @functools.cache
 def why_not(capability: str) -> str | None:
     """None when this machine has it, else one sentence. Raises KeyError for a name nobody knows."""
-    return _OWN[capability]()
+    if capability in _OWN:
+        return _OWN[capability]()
+    answer = probe.probe(capability, state_dir=STATE_DIR)
+    return None if answer.ok else answer.sentence
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -87,7 +67,7 @@ def _required(config: pytest.Config) -> set[str]:
 
 
 def _known(name: str) -> bool:
-    return name in _OWN
+    return name in _OWN or name in probe.names()
 
 
 def pytest_configure(config: pytest.Config) -> None:

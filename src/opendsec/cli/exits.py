@@ -2,13 +2,14 @@
 
 The command's own status comes first. What the platform adds, as shells and timeout(1) have it: 124 the command ran into
 its timeout, 125 the platform failed (nothing is known of the command), 126 it could not be executed, 127 it was not
-found, 130 interrupted, 141 nobody reads the output any more, 143 terminated. Usage errors are 2.
+found, 130 interrupted, 141 nobody reads the output any more, 143 terminated. A sandbox, command or file that does not
+exist is 1, usage errors are 2.
 """
 
 from __future__ import annotations
 
 from opendsec import ShellResult
-from opendsec.errors import ExecError, NoShellError, OpenDSecError
+from opendsec.errors import ExecError, FileError, NoShellError, NotFoundError, OpenDSecError
 from opendsec.model.command import CommandResult, EndReason
 
 TIMEOUT = 124
@@ -31,6 +32,8 @@ def of_result(result: CommandResult | ShellResult) -> int:
 
 def of_error(error: OpenDSecError) -> int:
     """The status for an error of ours."""
+    if isinstance(error, FileError | NotFoundError):
+        return 1
     if isinstance(error, NoShellError):
         return NOT_FOUND
     if isinstance(error, ExecError):

@@ -13,7 +13,7 @@ from opendsec.cli import exits, options
 from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, progress, size, when
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
-from opendsec.errors import NotFoundError, OpenDSecError
+from opendsec.errors import OpenDSecError
 from opendsec.model.node import LIVE_STATES, SandboxState, SandboxStatus
 
 PARALLEL_STOPS = 32
@@ -144,6 +144,4 @@ async def _stop_all(client: DSecClient, names: list[str], *, as_json: bool) -> i
             print_line(item.sandbox_id)
     for error in failed:
         print_error(error, as_json=False)
-    if any(isinstance(error, NotFoundError) for error in failed):
-        return 1
-    return exits.PLATFORM if failed else 0
+    return max((exits.of_error(error) for error in failed), default=0)

@@ -1,0 +1,65 @@
+"""`opendsec doctor`: what this host can do, and where it cannot, why not and what helps.
+
+Every answer comes from really trying (`linux.probe`). What the container backend cannot work without decides the exit
+status; the rest costs a feature or density and is only said.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from opendsec.linux import launch, probe
+
+STATE_DIR = "/var/lib/opendsec"
+
+
+def native_programs() -> probe.Answer:
+    """Are the launcher and the guest agent built?"""
+    missing = [path.name for path in (launch.LAUNCHER_PATH, launch.GUEST_PATH) if not path.is_file()]
+    if missing:
+        return probe.Answer(
+            name="native",
+            ok=False,
+            sentence=f"not built: {', '.join(missing)}",
+            remedy="install the package again with gcc and make at hand, or run `make -C native install`",
+        )
+    return probe.Answer(name="native", ok=True, sentence="launcher and guest agent are built")
+
+
+def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
+    """Say what this host can do, and why not. Exit status 1 when container sandboxes cannot run here."""
+    state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
+    answers = [*probe.probe_all(state_dir=state_dir), native_programs()]
+    needed = {*probe.CONTAINER_NEEDS, "native"}
+    broken = [answer.name for answer in answers if not answer.ok and answer.name in needed]
+    if as_json:
+        items = [asdict(answer) | {"needed": answer.name in needed} for answer in answers]
+        print(json.dumps({"container": not broken, "answers": items}))
+    else:
+        _show(answers, needed, broken)
+    raise typer.Exit(1 if broken else 0)
+
+
+def _show(answers: list[probe.Answer], needed: set[str], broken: list[str]) -> None:
+    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
+    for answer in answers:
+        mark = "[green]yes[/]" if answer.ok else ("[red]NO[/]" if answer.name in needed else "[yellow]no[/]")
+        text = escape(answer.sentence) + (f"\n→ {escape(answer.remedy)}" if answer.remedy else "")
+        table.add_row(mark, escape(answer.name), text)
+    console = Console(highlight=False)
+    console.print(table)
+    if broken:
+        console.print(f"Container sandboxes cannot run here: {', '.join(broken)}.")
+        return
+    lacking = [answer.name for answer in answers if not answer.ok]
+    extra = f" Worth a look: {', '.join(lacking)}." if lacking else ""
+    console.print(f"Container sandboxes run here.{extra}")
