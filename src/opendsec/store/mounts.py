@@ -149,7 +149,7 @@ def _mount_failed(error: OSError, blob: Path) -> Exception:
             return HostCapabilityError(
                 f"EROFS files cannot be mounted from the file system {blob} lies on (ENOTBLK)",
                 detail={"probe": "erofs", "path": str(blob)},
-                remedy="put OPENDSEC_STATE_DIR on ext4, XFS or btrfs (tmpfs and overlay do not work); needs Linux 6.12 or newer",
+                remedy="put OPENDSEC_STATE_DIR on ext4, XFS or btrfs (not tmpfs or overlay), with Linux 6.12 or newer",
             )
         case errno.ENODEV:
             return HostCapabilityError(

@@ -200,6 +200,7 @@ class TreeWriter:
         if relative not in self._here:
             self._remove(relative)
         elif kind == stat.S_IFDIR:
+            self._keep_time(relative)
             for child in os.listdir(self._full(relative)):
                 self._hide(relative + b"/" + child)
 
