@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransferProgress:
-    """Given to the `progress` callback of uploads and downloads, about once for every half MiB and file."""
+    """Given to the `progress` callback of uploads and downloads, about once for every MiB and file."""
 
     bytes_done: int
     files_done: int

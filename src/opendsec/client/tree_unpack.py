@@ -184,6 +184,7 @@ class TreeUnpacker:
             return
         temporary = _temporary_name()
         os.symlink(entry.link, temporary, dir_fd=parent)
+        os.utime(temporary, ns=(entry.mtime_ns, entry.mtime_ns), dir_fd=parent, follow_symlinks=False)
         _rename(temporary, name, parent)
 
     def _open_file(self, entry: TreeEntry, parent: int) -> None:

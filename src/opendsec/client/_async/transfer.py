@@ -18,6 +18,7 @@ from opendsec.errors import FileError, OpenDSecError, ProtocolError
 from opendsec.model.file import FileStat
 from opendsec.wire.contracts import TREE_MEDIA_TYPE, TreeStatus
 
+GATHER_BYTES = 1024 * 1024
 _DOWNLOAD_ATTEMPTS = 4
 
 
@@ -111,7 +112,7 @@ class Transfer:
     async def _unpack(self, body: Body, local: str, limits: TreeLimits | None, meter: Meter) -> DownloadedTree:
         unpacker = await async_blocking(TreeUnpacker, local, meter=meter, limits=limits)
         try:
-            while data := await body.read(silence_s=self._transport.timeout_s):
+            while data := await self._gather(body):
                 await async_blocking(unpacker.feed, data)
             return await async_blocking(unpacker.finish)
         finally:
@@ -132,7 +133,7 @@ class Transfer:
         meter = Meter(progress, bytes_total=int(announced) if announced else None)
         try:
             with await async_blocking(temporary.open, "wb", buffering=0) as file:
-                while data := await body.read(silence_s=self._transport.timeout_s):
+                while data := await self._gather(body):
                     if meter.bytes_done + len(data) > limits.max_bytes:
                         raise FileError(f"{path} has more than {limits.max_bytes} bytes", detail={"errno": "EFBIG"})
                     await async_blocking(_write_all, file, data)
@@ -142,6 +143,16 @@ class Transfer:
             await body.aclose()
         meter.file_done(final.name)
         return DownloadedTree(files=1, bytes=meter.bytes_done)
+
+    async def _gather(self, body: Body) -> bytes:
+        """The next bytes, about a MiB of them: a hop to another thread for each small piece would cost more than
+        the disk."""
+        pieces: list[bytes] = []
+        size = 0
+        while size < GATHER_BYTES and (data := await body.read(silence_s=self._transport.timeout_s)):
+            pieces.append(data)
+            size += len(data)
+        return b"".join(pieces)
 
     async def _open(self, where: str) -> Body:
         body = await self._transport.open("GET", where, silence_s=self._transport.timeout_s)

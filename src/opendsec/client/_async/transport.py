@@ -153,6 +153,7 @@ class Transport:
         request = self.pool.request(method, target, self._request_headers(request_id, content, headers), content)
         connection = await self.pool.take(deadline=deadline, fresh=fresh)
         connection.stream.deadline, connection.stream.silence_s = deadline, silence_s
+        connection.stream.body_follows_at_once = isinstance(content, bytes) and bool(content)
         try:
             response = await connection.http.handle_async_request(request)
         except _NETWORK_ERRORS as exc:
