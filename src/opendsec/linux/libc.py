@@ -1,46 +1,219 @@
-"""The only file that uses ctypes: prototypes, constants, and errno → OSError. One wrapper per syscall, with the man
-page's name.
+"""The only ctypes file: Linux calls the standard library of Python 3.11 lacks, under their man pages' names.
 
-No wrapper has an opinion: it encodes its arguments, calls, checks, and raises OSError with the path.
+Prototypes are declared once, at import. Each wrapper makes one check (the result) and has no opinion; failures are
+OSError with the path they are about. Flags are the kernel's, from <linux/mount.h> and <linux/sched.h>. What these
+calls are good for is `linux.mount`'s business.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+from pathlib import Path
 
-MS_RDONLY = 1
-MS_NOSUID = 2
-MS_NODEV = 4
-MS_NOEXEC = 8
-MS_REMOUNT = 32
-MS_BIND = 4096
-MS_REC = 16384
-MS_PRIVATE = 1 << 18
-MS_SLAVE = 1 << 19
-MNT_DETACH = 2
-UMOUNT_NOFOLLOW = 8
-"""sys/mount.h"""
+AT_FDCWD = -100
+AT_EMPTY_PATH = 0x1000
+AT_RECURSIVE = 0x8000
+
+MS_RDONLY = 0x1
+MS_NOSUID = 0x2
+MS_NODEV = 0x4
+MS_NOEXEC = 0x8
+MS_REMOUNT = 0x20
+MS_BIND = 0x1000
+MS_REC = 0x4000
+MS_PRIVATE = 0x40000
+MS_SLAVE = 0x80000
+MNT_DETACH = 0x2
+UMOUNT_NOFOLLOW = 0x8
+
+OPEN_TREE_CLONE = 0x1
+OPEN_TREE_CLOEXEC = 0x80000
+MOVE_MOUNT_F_EMPTY_PATH = 0x4
+FSOPEN_CLOEXEC = 0x1
+FSMOUNT_CLOEXEC = 0x1
+MOUNT_ATTR_RDONLY = 0x1
+MOUNT_ATTR_NOSUID = 0x2
+MOUNT_ATTR_NODEV = 0x4
+MOUNT_ATTR_NOEXEC = 0x8
+MOUNT_ATTR_IDMAP = 0x100000
+
+CLONE_NEWNS = 0x20000
+CLONE_NEWCGROUP = 0x2000000
+CLONE_NEWUTS = 0x4000000
+CLONE_NEWIPC = 0x8000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+_FSCONFIG_SET_FLAG = 0
+_FSCONFIG_SET_STRING = 1
+_FSCONFIG_SET_FD = 5
+_FSCONFIG_CMD_CREATE = 6
+
+# The same numbers on every architecture since Linux 5.1.
+_NR_OPEN_TREE = 428
+_NR_MOVE_MOUNT = 429
+_NR_FSOPEN = 430
+_NR_FSCONFIG = 431
+_NR_FSMOUNT = 432
+_NR_MOUNT_SETATTR = 442
+
+_LOG_BYTES = 1024
+
+
+class _MountAttr(ctypes.Structure):
+    _fields_ = [
+        ("attr_set", ctypes.c_uint64),
+        ("attr_clr", ctypes.c_uint64),
+        ("propagation", ctypes.c_uint64),
+        ("userns_fd", ctypes.c_uint64),
+    ]
+
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
 _libc.mount.restype = ctypes.c_int
 _libc.umount2.argtypes = (ctypes.c_char_p, ctypes.c_int)
 _libc.umount2.restype = ctypes.c_int
+_libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
+_libc.setns.restype = ctypes.c_int
+_libc.unshare.argtypes = (ctypes.c_int,)
+_libc.unshare.restype = ctypes.c_int
+_libc.syscall.restype = ctypes.c_long
 
 
-def _check(result: int, path: str) -> None:
+def _check(result: int, what: str, path: str | Path | None = None) -> int:
     if result < 0:
         number = ctypes.get_errno()
-        raise OSError(number, os.strerror(number), path)
+        text = f"{what}: {os.strerror(number)}"
+        raise OSError(number, text, os.fspath(path)) if path is not None else OSError(number, text)
+    return result
 
 
-def mount(source: str, target: str, fstype: str = "", flags: int = 0, options: str = "") -> None:
+def _syscall(number: int, *arguments: object) -> int:
+    return int(_libc.syscall(ctypes.c_long(number), *arguments))
+
+
+def _string(text: str | Path) -> ctypes.c_char_p:
+    return ctypes.c_char_p(os.fsencode(text))
+
+
+def mount(source: str | Path, target: str | Path, fstype: str = "", flags: int = 0, options: str = "") -> None:
     """mount(2)."""
-    encoded = (os.fsencode(source), os.fsencode(target), os.fsencode(fstype) or None)
-    _check(_libc.mount(*encoded, flags, os.fsencode(options) or None), target)
+    encoded = (os.fsencode(source), os.fsencode(target), fstype.encode() or None)
+    result = _libc.mount(*encoded, flags, os.fsencode(options) or None)
+    _check(result, f"mount {fstype or 'flags'}", target)
 
 
-def umount2(target: str, flags: int = 0) -> None:
+def umount2(target: str | Path, flags: int = 0) -> None:
     """umount2(2)."""
-    _check(_libc.umount2(os.fsencode(target), flags), target)
+    _check(_libc.umount2(os.fsencode(target), flags), "umount2", target)
+
+
+def setns(fd: int, nstype: int = 0) -> None:
+    """setns(2): the calling thread only."""
+    _check(_libc.setns(fd, nstype), "setns")
+
+
+def unshare(flags: int) -> None:
+    """unshare(2): the calling thread only."""
+    _check(_libc.unshare(flags), "unshare")
+
+
+def open_tree(dirfd: int, path: str | Path, flags: int) -> int:
+    """open_tree(2): a new descriptor."""
+    result = _syscall(_NR_OPEN_TREE, ctypes.c_int(dirfd), _string(path), ctypes.c_uint(flags))
+    return _check(result, "open_tree", path)
+
+
+def move_mount(from_fd: int, from_path: str | Path, to_fd: int, to_path: str | Path, flags: int) -> None:
+    """move_mount(2)."""
+    result = _syscall(
+        _NR_MOVE_MOUNT,
+        ctypes.c_int(from_fd),
+        _string(from_path),
+        ctypes.c_int(to_fd),
+        _string(to_path),
+        ctypes.c_uint(flags),
+    )
+    _check(result, "move_mount", to_path)
+
+
+def fsopen(fstype: str, flags: int = FSOPEN_CLOEXEC) -> int:
+    """fsopen(2): a new descriptor."""
+    return _check(_syscall(_NR_FSOPEN, _string(fstype), ctypes.c_uint(flags)), f"fsopen {fstype}")
+
+
+def fsconfig_set_flag(fs_fd: int, key: str) -> None:
+    """fsconfig(2) FSCONFIG_SET_FLAG."""
+    _fsconfig(fs_fd, _FSCONFIG_SET_FLAG, key, None, 0)
+
+
+def fsconfig_set_string(fs_fd: int, key: str, value: str | Path) -> None:
+    """fsconfig(2) FSCONFIG_SET_STRING."""
+    _fsconfig(fs_fd, _FSCONFIG_SET_STRING, key, value, 0)
+
+
+def fsconfig_set_fd(fs_fd: int, key: str, fd: int) -> None:
+    """fsconfig(2) FSCONFIG_SET_FD."""
+    _fsconfig(fs_fd, _FSCONFIG_SET_FD, key, None, fd)
+
+
+def fsconfig_create(fs_fd: int) -> None:
+    """fsconfig(2) FSCONFIG_CMD_CREATE; the error carries the kernel's own words, when it had any."""
+    _fsconfig(fs_fd, _FSCONFIG_CMD_CREATE, None, None, 0)
+
+
+def _fsconfig(fs_fd: int, command: int, key: str | None, value: str | Path | None, aux: int) -> None:
+    result = _syscall(
+        _NR_FSCONFIG,
+        ctypes.c_int(fs_fd),
+        ctypes.c_uint(command),
+        None if key is None else _string(key),
+        None if value is None else _string(value),
+        ctypes.c_int(aux),
+    )
+    if result < 0:
+        number = ctypes.get_errno()
+        words = _kernel_words(fs_fd)
+        raise OSError(number, f"fsconfig {key or 'create'}: {words or os.strerror(number)}")
+
+
+def _kernel_words(fs_fd: int) -> str:
+    """Messages of a file system context, e.g. `e erofs: cannot find valid erofs superblock` (fsopen(2))."""
+    words = []
+    while True:
+        try:
+            words.append(os.read(fs_fd, _LOG_BYTES).decode(errors="replace").strip())
+        except OSError:
+            return "; ".join(words)
+
+
+def fsmount(fs_fd: int, flags: int = FSMOUNT_CLOEXEC, attr_flags: int = 0) -> int:
+    """fsmount(2): a descriptor of a detached mount."""
+    result = _syscall(_NR_FSMOUNT, ctypes.c_int(fs_fd), ctypes.c_uint(flags), ctypes.c_uint(attr_flags))
+    return _check(result, "fsmount")
+
+
+def mount_setattr(
+    dirfd: int,
+    path: str | Path,
+    flags: int,
+    *,
+    attr_set: int = 0,
+    attr_clr: int = 0,
+    propagation: int = 0,
+    userns_fd: int = 0,
+) -> None:
+    """mount_setattr(2)."""
+    attr = _MountAttr(attr_set, attr_clr, propagation, userns_fd)
+    result = _syscall(
+        _NR_MOUNT_SETATTR,
+        ctypes.c_int(dirfd),
+        _string(path),
+        ctypes.c_uint(flags),
+        ctypes.byref(attr),
+        ctypes.c_size_t(ctypes.sizeof(attr)),
+    )
+    _check(result, "mount_setattr", path)
