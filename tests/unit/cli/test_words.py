@@ -1,0 +1,52 @@
+"""What is read from the command line: places, pairs, and which --json is ours."""
+
+from __future__ import annotations
+
+import pytest
+import typer
+
+from opendsec.cli.copying import Inside, parse_place
+from opendsec.cli.options import pairs, run_args
+from opendsec.cli.session import first_cause
+from opendsec.errors import InvalidSpecError
+from opendsec.main import asks_for_json
+from opendsec.model.spec import BackendKind
+
+
+@pytest.mark.parametrize("text", ["a", "./sbx-x/y:z", "dir/file:1", "/abs:/path", "C:/x"])
+def test_a_path_here(text: str) -> None:
+    assert parse_place(text) == text
+
+
+def test_a_path_inside_may_hold_colons() -> None:
+    assert parse_place("sbx-local-abc:/a:b c") == Inside(sandbox_id="sbx-local-abc", path="/a:b c")
+
+
+def test_a_relative_path_inside_is_refused() -> None:
+    with pytest.raises(typer.BadParameter):
+        parse_place("sbx-local-abc:a")
+
+
+def test_pairs_keep_what_follows_the_first_equals_sign() -> None:
+    assert pairs(["A=1=2", "B="], "--env") == {"A": "1=2", "B": ""}
+
+
+@pytest.mark.parametrize("word", ["A", "=1", ""])
+def test_a_word_without_a_name_is_refused(word: str) -> None:
+    with pytest.raises(typer.BadParameter):
+        pairs([word], "--env")
+
+
+def test_zero_ttl_means_never_and_network_means_everything() -> None:
+    args = run_args("debian", backend=BackendKind.DUMMY, memory=None, cpus=None, network=True, labels=["a=b"], ttl=0)
+    assert (args.ttl_running_stop, args.network_rules, args.labels) == (None, {"*": True}, {"a": "b"})
+
+
+def test_json_of_the_command_inside_is_not_ours() -> None:
+    assert asks_for_json(["ls", "--json"])
+    assert not asks_for_json(["run", "debian", "--", "tool", "--json"])
+
+
+def test_the_cause_of_nested_groups() -> None:
+    error = InvalidSpecError("x")
+    assert first_cause(BaseExceptionGroup("a", [BaseExceptionGroup("b", [error]), KeyError()])) is error
