@@ -20,11 +20,13 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Self
+
+from opendsec.linux.mount import MountEntry, mountinfo
 
 CPU_PERIOD_US = 100_000
 FORCE_EMPTY_BELOW_BYTES = 1024 * 1024
@@ -88,26 +90,23 @@ class CgroupMounts:
     legacy: Mapping[str, Path]
 
 
-def parse_mounts(mountinfo: str) -> tuple[Path | None, dict[str, Path]]:
-    """(v2 mount point, controller → v1 mount point) from /proc/self/mountinfo; the first mount of each counts."""
+def sort_mounts(entries: Iterable[MountEntry]) -> tuple[Path | None, dict[str, Path]]:
+    """(v2 mount point, controller → v1 mount point); the first mount of each counts."""
     unified: Path | None = None
     legacy: dict[str, Path] = {}
-    for line in mountinfo.splitlines():
-        head, _, tail = line.partition(" - ")
-        kind, _, options = tail.split(" ", 2)
-        point = Path(head.split(" ")[4].encode().decode("unicode_escape"))
-        if kind == "cgroup2" and unified is None:
-            unified = point
-        elif kind == "cgroup":
-            for name in options.split(","):
+    for entry in entries:
+        if entry.fstype == "cgroup2" and unified is None:
+            unified = Path(entry.target)
+        elif entry.fstype == "cgroup":
+            for name in entry.super_options:
                 if name in CONTROLLERS:
-                    legacy.setdefault(name, point)
+                    legacy.setdefault(name, Path(entry.target))
     return unified, legacy
 
 
 def find_mounts() -> CgroupMounts:
     """What this host has now."""
-    unified, legacy = parse_mounts(Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="surrogateescape"))
+    unified, legacy = sort_mounts(mountinfo())
     names: frozenset[str] = frozenset()
     if unified is not None:
         names = frozenset((unified / "cgroup.controllers").read_text(encoding="ascii").split())
@@ -289,6 +288,22 @@ class CgroupDriver(ABC):
     def is_populated(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> bool:
         """Whether a process is in the group or below it."""
         return _read_key(f"{name}/cgroup.events", "populated", self._parents["", group_class]) == 1
+
+    def is_frozen(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> bool:
+        """Whether `freeze` was asked for; False when there is no such group."""
+        return _read(f"{name}/cgroup.freeze", self._parents["", group_class]) == "1\n"
+
+    async def wait_empty(
+        self, name: str, *, timeout_s: float = 10.0, group_class: CgroupClass = CgroupClass.LATENCY
+    ) -> None:
+        """Return when no process is in it or below it, or there is no such group. Raises TimeoutError."""
+        deadline = time.monotonic() + timeout_s
+        pause = _RETRY_FIRST_S
+        while self.is_populated(name, group_class=group_class):
+            if time.monotonic() > deadline:
+                raise TimeoutError(errno.ETIMEDOUT, f"cgroup {name!r} still has processes after {timeout_s:g} s")
+            await asyncio.sleep(pause)
+            pause = min(pause * 2, _RETRY_MOST_S)
 
     def kill(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> None:
         """SIGKILL to every process in it, frozen or not, forks included. No such group is no error."""

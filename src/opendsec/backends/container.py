@@ -1,0 +1,386 @@
+"""Sandboxes as containers: namespaces, an overlay on the image's layers, control groups, and no daemon.
+
+One start is: a slot's user range → upper and work directories → control groups with their limits → a listening socket
+→ one request to the launcher → HELLO. Afterwards a sandbox needs nothing of this process: its agent is found again by
+the socket in its run directory, its processes by its control group, and it itself by pid and start time.
+
+    <plan.run_dir>/agent.sock     the agent's socket; nothing inside the sandbox names it
+    <plan.state_dir>/upper, work  the writable layer
+
+Refuses: snapshots, and limits this host has no controller for (they are not in `capabilities`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import os
+import socket
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.container_policy import HOSTNAME, MAX_SLOT, Shared, host_root, launch_plan
+from opendsec.backends.container_rubbish import remove_contents, remove_quickly
+from opendsec.backends.container_templates import Templates, usable_resolvers
+from opendsec.errors import (
+    BackendUnavailableError,
+    DiskFullError,
+    HostCapabilityError,
+    InvalidSpecError,
+    NodeError,
+    SandboxLostError,
+    StartError,
+    UnsupportedError,
+)
+from opendsec.guest.base import Guest, GuestLostError
+from opendsec.guest.channel import connect
+from opendsec.linux import process
+from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, choose_driver, find_mounts
+from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
+from opendsec.linux.probe import CONTAINER_NEEDS, probe
+from opendsec.linux.process import ProcessIdentity
+from opendsec.model.ids import SandboxId
+from opendsec.model.node import BackendReport
+from opendsec.model.spec import BackendKind, Resources
+from opendsec.store.mounts import LayerMounts
+
+MIB = 1024 * 1024
+HELLO_TIMEOUT_S = 30.0
+GONE_TIMEOUT_S = 10.0
+SOCKET_NAME = "agent.sock"
+MAX_SOCKET_PATH = 107
+"""unix(7)"""
+BACKLOG = 16
+FULL_BELOW_BYTES = 64 * 1024
+_ALWAYS = (
+    Capability.EXEC,
+    Capability.SESSIONS,
+    Capability.PTY,
+    Capability.FILES,
+    Capability.PAUSE,
+    Capability.RECOVER,
+)
+_LIMITS = {
+    "memory": Capability.MEMORY_LIMIT,
+    "pids": Capability.PIDS_LIMIT,
+    "cpu": Capability.CPU_LIMIT,
+}
+
+
+class ContainerBackend(Backend):
+    """`layers` mounts images; `state_dir` and `run_dir` are this edge's own, beside the directories of each start.
+
+    `cgroup_root` is the name of the control groups' top directory; edges that share a kernel need different ones.
+    """
+
+    kind = BackendKind.CONTAINER
+
+    def __init__(self, *, layers: LayerMounts, state_dir: Path, run_dir: Path, cgroup_root: str = "opendsec") -> None:
+        self._layers = layers
+        self._state_dir = state_dir
+        self._cgroup_root = cgroup_root
+        self._templates = Templates(run_dir / "templates", hostname=HOSTNAME)
+        self._launcher = Launcher()
+        self._driver: CgroupDriver | None = None
+        self._shared: Shared | None = None
+        self._guests: dict[SandboxId, Guest] = {}
+        self._reasons: list[str] = []
+        self._boot_id = ""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        if self._driver is None:
+            return frozenset()
+        return frozenset((*_ALWAYS, *(_LIMITS[name] for name in self._driver.limits)))
+
+    async def open(self) -> None:
+        answers = [await asyncio.to_thread(probe, name, state_dir=self._state_dir) for name in CONTAINER_NEEDS]
+        for answer in answers:
+            if not answer.ok:
+                raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
+        self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        resolvers, refused = usable_resolvers(_read_or_empty(Path("/etc/resolv.conf")))
+        if refused:
+            self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
+        try:
+            self._driver = choose_driver(find_mounts(), root=self._cgroup_root)
+            self._driver.open()
+            self._templates.open(resolvers=resolvers)
+            guest = os.open(install_guest(self._state_dir), os.O_PATH | os.O_CLOEXEC)
+            self._shared = Shared(dev=self._templates.dev, sys=self._templates.sys, guest=guest)
+            await self._launcher.start()
+        except OSError as error:
+            await self.close()
+            raise HostCapabilityError(
+                f"the container backend cannot be prepared: {error}", detail={"probe": "prepare"}
+            ) from error
+
+    async def close(self) -> None:
+        if self._shared is not None:
+            os.close(self._shared.guest)
+            self._shared = None
+        await self._launcher.close()
+        self._templates.close()
+        if self._driver is not None:
+            self._driver.close()
+            self._driver = None
+
+    def report(self) -> BackendReport:
+        names = tuple(sorted(capability.value for capability in self.capabilities))
+        available = self._shared is not None
+        return BackendReport(
+            available=available, reasons=tuple(self._reasons), capabilities=names, live=len(self._guests)
+        )
+
+    async def start(self, plan: StartPlan) -> Running:
+        self._check(plan)
+        try:
+            launched = await self._launch(plan)
+            try:
+                handle = self._handle(plan, launched)
+            finally:
+                os.close(launched.pidfd)
+            guest = await connect(plan.run_dir / SOCKET_NAME, timeout_s=HELLO_TIMEOUT_S)
+        except (LaunchError, GuestLostError, OSError) as error:
+            await self.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
+            raise _start_error(error, plan.sandbox_id) from error
+        self._guests[plan.sandbox_id] = guest
+        return Running(handle=handle, guest=guest)
+
+    async def recover(self, handle: Handle) -> Running | None:
+        guest = await self.reconnect(handle)
+        return None if guest is None else Running(handle=handle, guest=guest)
+
+    async def reconnect(self, handle: Handle) -> Guest | None:
+        """Raises GuestLostError when it lives but does not answer within 30 s: try again, or stop it."""
+        pidfd = self._open_process(handle)
+        if pidfd is None:
+            self._guests.pop(handle.sandbox_id, None)
+            return None
+        try:
+            async with self._awake(handle):
+                guest = await connect(str(handle.data["socket"]), timeout_s=HELLO_TIMEOUT_S)
+        except GuestLostError:
+            if process.has_ended(pidfd):
+                return None
+            raise
+        finally:
+            os.close(pidfd)
+        self._guests[handle.sandbox_id] = guest
+        return guest
+
+    async def pause(self, handle: Handle) -> None:
+        with self._lost_when_gone(handle):
+            await self._groups.freeze(handle.sandbox_id)
+
+    async def resume(self, handle: Handle) -> None:
+        with self._lost_when_gone(handle):
+            await self._groups.thaw(handle.sandbox_id)
+
+    async def snapshot(self, handle: Handle, target: Path) -> None:
+        raise UnsupportedError("the container backend has no snapshots yet", sandbox_id=handle.sandbox_id)
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        pidfd = self._open_process(handle)
+        if pidfd is None:
+            return
+        try:
+            if grace_s > 0:
+                await self._shut_down(handle, pidfd, grace_s)
+            self._groups.kill(handle.sandbox_id)
+            process.send_signal(pidfd)
+            await process.wait_ended(pidfd, timeout_s=GONE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise BackendUnavailableError(
+                f"processes of the sandbox did not end within {GONE_TIMEOUT_S:g} s of SIGKILL",
+                sandbox_id=handle.sandbox_id,
+            ) from error
+        finally:
+            os.close(pidfd)
+            self._guests.pop(handle.sandbox_id, None)
+
+    async def destroy(
+        self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
+    ) -> None:
+        guest = self._guests.pop(sandbox_id, None)
+        self._groups.kill(sandbox_id)
+        if guest is not None:
+            await guest.aclose()
+        try:
+            await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+            for directory in (run_dir, state_dir):
+                await _empty(directory)
+            await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
+
+    def usage(self, handle: Handle) -> Usage:
+        counters = self._groups.usage(handle.sandbox_id)
+        return Usage(
+            memory_bytes=counters.memory_bytes,
+            oom_kills=counters.oom_kills,
+            pids_denied=counters.pids_denied,
+            cpu_s=counters.cpu_s,
+            disk_full=_is_full(str(handle.data["upper"])),
+        )
+
+    # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, plan: StartPlan) -> None:
+        if not 0 <= plan.slot <= MAX_SLOT:
+            raise InvalidSpecError(f"slot {plan.slot} is not between 0 and {MAX_SLOT}", detail={"field": "slot"})
+        if len(os.fsencode(plan.run_dir / SOCKET_NAME)) > MAX_SOCKET_PATH:
+            raise HostCapabilityError(
+                f"{plan.run_dir}/{SOCKET_NAME} is longer than a socket's path can be ({MAX_SOCKET_PATH} bytes)",
+                detail={"probe": "run_dir"},
+                remedy="use a shorter OPENDSEC_RUN_DIR",
+            )
+
+    async def _launch(self, plan: StartPlan) -> Launched:
+        if self._shared is None:
+            raise BackendUnavailableError("the container backend is not open")
+        lower = (self._templates.layer(online=False), *self._layers.acquire(plan.image))
+        upper, work = plan.state_dir / "upper", plan.state_dir / "work"
+        for directory in (upper, work):
+            directory.mkdir(mode=0o755)
+        limits = _limits(plan.spec.resources)
+        with (
+            _listening(plan.run_dir / SOCKET_NAME) as listen,
+            self._groups.create(plan.sandbox_id, limits, owner=host_root(plan.slot)) as leaf,
+        ):
+            return await self._launcher.launch(
+                launch_plan(
+                    slot=plan.slot,
+                    lower=lower,
+                    upper=upper,
+                    work=work,
+                    cgroup2=leaf.cgroup2,
+                    cgroup1=leaf.procs,
+                    listen=listen,
+                    shared=self._shared,
+                )
+            )
+
+    def _handle(self, plan: StartPlan, launched: Launched) -> Handle:
+        identity = process.identify(launched.pid)
+        if identity is None or process.has_ended(launched.pidfd):
+            raise GuestLostError("the guest agent ended at once")
+        return Handle(
+            backend=self.kind,
+            sandbox_id=plan.sandbox_id,
+            data={
+                "pid": identity.pid,
+                "start_ticks": identity.start_ticks,
+                "boot_id": self._boot_id,
+                "socket": str(plan.run_dir / SOCKET_NAME),
+                "upper": str(plan.state_dir / "upper"),
+            },
+        )
+
+    # ── later ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _groups(self) -> CgroupDriver:
+        if self._driver is None:
+            raise BackendUnavailableError("the container backend is not open")
+        return self._driver
+
+    def _open_process(self, handle: Handle) -> int | None:
+        """A pidfd of its pid 1. None: it has ended, or the machine was started again since."""
+        data = handle.data
+        if data["boot_id"] != self._boot_id:
+            return None
+        return process.open_process(ProcessIdentity(int(data["pid"]), int(data["start_ticks"])))
+
+    @contextlib.contextmanager
+    def _lost_when_gone(self, handle: Handle) -> Iterator[None]:
+        try:
+            yield
+        except FileNotFoundError as error:
+            raise SandboxLostError("the sandbox's processes are gone", sandbox_id=handle.sandbox_id) from error
+        except TimeoutError as error:
+            raise BackendUnavailableError(str(error), sandbox_id=handle.sandbox_id) from error
+
+    @contextlib.asynccontextmanager
+    async def _awake(self, handle: Handle) -> AsyncIterator[None]:
+        """A frozen agent cannot greet: thaw a paused sandbox for these milliseconds."""
+        frozen = self._groups.is_frozen(handle.sandbox_id)
+        if frozen:
+            await self._groups.thaw(handle.sandbox_id)
+        try:
+            yield
+        finally:
+            if frozen:
+                with contextlib.suppress(FileNotFoundError):
+                    await self._groups.freeze(handle.sandbox_id)
+
+    async def _shut_down(self, handle: Handle, pidfd: int, grace_s: float) -> None:
+        """Ask, and wait as long as asked; whether it worked is for the caller to look at."""
+        with contextlib.suppress(GuestLostError, TimeoutError, FileNotFoundError):
+            if self._groups.is_frozen(handle.sandbox_id):
+                await self._groups.thaw(handle.sandbox_id)
+            guest = self._guests.get(handle.sandbox_id)
+            if guest is None or guest.closed:
+                guest = await connect(str(handle.data["socket"]), timeout_s=grace_s)
+            await guest.shutdown(round(grace_s * 1000))
+            await process.wait_ended(pidfd, timeout_s=grace_s + 1)
+
+
+# ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _read_or_empty(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
+def _limits(resources: Resources) -> CgroupLimits:
+    return CgroupLimits(
+        memory_bytes=None if resources.memory_limit_mb is None else resources.memory_limit_mb * MIB,
+        pids=resources.pids_limit,
+        cpu_cores=resources.cpu_cores_limit,
+    )
+
+
+@contextlib.contextmanager
+def _listening(path: Path) -> Iterator[int]:
+    """The agent's listening socket; ours is closed afterwards."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        listener.bind(os.fspath(path))
+        listener.listen(BACKLOG)
+        yield listener.fileno()
+
+
+def _start_error(error: OSError | GuestLostError, sandbox_id: SandboxId) -> Exception:
+    if isinstance(error, LaunchError):
+        return StartError(str(error), detail={"step": error.step, "errno": error.errno or 0}, sandbox_id=sandbox_id)
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            return DiskFullError(f"no room to start a sandbox: {error}", sandbox_id=sandbox_id)
+        return StartError(f"the sandbox could not be prepared: {error}", sandbox_id=sandbox_id)
+    return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
+
+
+def _is_full(path: str) -> bool | None:
+    try:
+        found = os.statvfs(path)
+    except FileNotFoundError:
+        return None
+    no_inodes = found.f_files > 0 and found.f_favail == 0
+    return no_inodes or found.f_bavail * found.f_frsize < FULL_BELOW_BYTES
+
+
+async def _empty(directory: Path) -> None:
+    try:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return
+    try:
+        if not remove_quickly(fd):
+            await asyncio.to_thread(remove_contents, fd)
+    finally:
+        os.close(fd)
