@@ -16,6 +16,7 @@ TOOLS = {
     "mypy": [sys.executable, "-m", "mypy"],
     "imports": [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
     "spelling": [sys.executable, "-m", "codespell_lib"],
+    "cli reference": [sys.executable, "scripts/cli_reference.py", "--check"],
     "unasync": [sys.executable, "scripts/unasync.py", "--check"],
 }
 

@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
 
 from opendsec import DSecClient, FileError, FileKind, Sandbox, TransferProgress
+from opendsec.cli import options
 from opendsec.cli.output import Json, note, print_json, size
 from opendsec.cli.session import with_client
 
@@ -54,7 +55,7 @@ def parse_place(text: str) -> Inside | str:
 def cp(
     source: Place,
     target: Place,
-    user: Annotated[str | None, typer.Option("--user", "-u")] = None,
+    user: options.User = None,
     as_json: Json = False,
 ) -> None:
     """Copy a file or a tree: `opendsec cp ./project sbx-…:/workspace`, `opendsec cp sbx-…:/workspace/log .`.

@@ -21,7 +21,7 @@ PARALLEL_STOPS = 32
 
 def ls(
     labels: options.Labels = None,
-    state: Annotated[SandboxState | None, typer.Option(help="Only those in this state.")] = None,
+    state: Annotated[SandboxState | None, typer.Option(metavar="STATE", help="Only those in this state.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="Also those that have ended lately.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Ids only.")] = False,
     as_json: Json = False,
@@ -62,7 +62,7 @@ def _age(seconds: float) -> str:
 def logs(
     sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of a sandbox.")],
     command_id: Annotated[
-        str | None, typer.Argument(metavar="[COMMAND]", help="Id of a command; without it they are listed.")
+        str | None, typer.Argument(metavar="COMMAND", help="Id of a command; without it they are listed.")
     ] = None,
     as_json: Json = False,
 ) -> None:
@@ -100,7 +100,7 @@ def logs(
 
 
 def stop(
-    sandbox_ids: Annotated[list[str] | None, typer.Argument(metavar="[SANDBOX]...", help="Ids of sandboxes.")] = None,
+    sandbox_ids: Annotated[list[str] | None, typer.Argument(metavar="SANDBOX", help="Ids of sandboxes.")] = None,
     everything: Annotated[bool, typer.Option("--all", "-a", help="All of your project.")] = False,
     labels: options.Labels = None,
     as_json: Json = False,

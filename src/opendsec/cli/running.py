@@ -25,7 +25,7 @@ Session = Annotated[
 
 def run(
     context: typer.Context,
-    image: Annotated[str, typer.Argument(help="Image to start from.")],
+    image: Annotated[str, typer.Argument(metavar="IMAGE -- COMMAND...", help="An image, and what to run.")],
     backend: options.Backend = BackendKind.CONTAINER,
     memory: options.Memory = None,
     cpus: options.Cpus = None,
@@ -62,7 +62,9 @@ def run(
 
 def exec_(
     context: typer.Context,
-    sandbox_id: Annotated[str, typer.Argument(metavar="SANDBOX", help="Id of a running sandbox.")],
+    sandbox_id: Annotated[
+        str, typer.Argument(metavar="SANDBOX -- COMMAND...", help="A running sandbox, and what to run.")
+    ],
     user: options.User = None,
     workdir: options.Workdir = None,
     env: options.Env = None,
