@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def tree_of(root: Path, *, times: bool = True) -> dict[str, tuple[object, ...]]:
-    """Each path below root (and `.`): type and mode, owners, time in ns, link, device, size and digest, attributes, names it is hard-linked to."""
+    """Each path below root (and `.`): what lstat(2) says of it, its bytes' digest, attributes, hard links."""
     found: dict[str, tuple[object, ...]] = {}
     links: dict[tuple[int, int], list[str]] = defaultdict(list)
     paths = [root, *(Path(top, name) for top, below, names in os.walk(root) for name in (*below, *names))]

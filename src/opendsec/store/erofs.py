@@ -5,7 +5,8 @@ times of the files as they are. Owners, modes, links, devices, FIFOs, extended a
 Uncompressed, because that starts fastest and shares the page cache best; the file is written to a path that must not
 exist.
 
-It refuses nothing about the content of the tree: what may be in one is decided by whoever made it.
+It refuses names of 255 bytes, which mkfs.erofs cuts to 254 without a word, and nothing else about a tree: what may be
+in one is decided by whoever made it.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_progra
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 UUID = "00000000-0000-0000-0000-000000000000"
+_NAME_BYTES = 254
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
 
@@ -52,12 +54,17 @@ class TreeFacts:
 
 
 def tree_facts(tree: Path) -> TreeFacts:
-    """Walk a tree once."""
+    """Walk a tree once. ImageInvalidError for a name mkfs.erofs cannot write."""
     total = 0
     newest = max(0, int(os.lstat(tree).st_mtime))
     seen: set[tuple[int, int]] = set()
     for directory, subdirectories, names in os.walk(tree):
         for name in (*names, *subdirectories):
+            if len(os.fsencode(name)) > _NAME_BYTES:
+                path = os.path.relpath(Path(directory, name), tree)
+                raise ImageInvalidError(
+                    f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path}
+                )
             status = os.lstat(Path(directory, name))
             newest = max(newest, int(status.st_mtime))
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:

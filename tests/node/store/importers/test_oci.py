@@ -9,12 +9,12 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tests.oci_layout import Entry, LayoutMaker, directory, file, hardlink, make_layout, symlink, tar_of
+from tests.tree_facts import difference, tree_of
 
 from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import Layout
-from tests.oci_layout import Entry, LayoutMaker, directory, file, hardlink, make_layout, symlink, tar_of
-from tests.tree_facts import difference, tree_of
 
 pytestmark = pytest.mark.root
 
@@ -196,7 +196,7 @@ def test_changed_byte_is_a_digest_mismatch(disk: Path) -> None:
 def test_missing_blob_names_the_layer(disk: Path) -> None:
     layout = make_layout(disk / "layout", [[file("a", b"a")]])
     (layout / "blobs/sha256" / Layout(layout, limits=Limits()).find().layers[0].digest[7:]).unlink()
-    with pytest.raises(ImageInvalidError, match="layer 1 of 1 .* is missing"):
+    with pytest.raises(ImageInvalidError, match=r"layer 1 of 1 .* is missing"):
         unpacked(layout, disk / "tree")
 
 

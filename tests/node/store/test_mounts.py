@@ -1,0 +1,158 @@
+"""Layers are mounted once per node, shared by all processes, and adopted only when they are what they should be."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.images import make_busybox_image, make_scratch_image
+
+from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
+from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, mount, umount2
+from opendsec.linux.mount import mountinfo
+from opendsec.model.image import Image, ImageConfig
+from opendsec.store.images import ImageStore
+from opendsec.store.mounts import LayerMounts, mounted_at
+
+pytestmark = [pytest.mark.root, pytest.mark.erofs]
+
+
+@pytest.fixture
+def mounts(store: ImageStore, tmp_path: Path) -> Iterator[LayerMounts]:
+    with LayerMounts(store, tmp_path / "layers") as mounts:
+        yield mounts
+        mounts.unmount_all()
+
+
+def mounted(root: Path) -> list[str]:
+    return [entry.target for entry in mountinfo() if entry.target.startswith(f"{root}/")]
+
+
+def names(fd: int) -> list[str]:
+    directory = os.open(".", os.O_RDONLY | os.O_DIRECTORY, dir_fd=fd)
+    try:
+        return os.listdir(directory)
+    finally:
+        os.close(directory)
+
+
+def two_layers(store: ImageStore) -> Image:
+    upper = make_scratch_image(store, "upper", files={"/top": b""}).layers
+    lower = make_busybox_image(store, "lower", files={"/bottom": b""}).layers
+    return store.publish("both", layers=[*lower, *upper], config=ImageConfig())
+
+
+def test_descriptors_are_topmost_first_and_stay(store: ImageStore, mounts: LayerMounts) -> None:
+    image = two_layers(store)
+    top, bottom = mounts.acquire(image)
+    assert "top" in names(top)
+    assert "bottom" in names(bottom)
+    assert mounts.acquire(image) == (top, bottom)
+
+
+def test_mounted_read_only_with_directio_and_set_id_bits(
+    store: ImageStore, mounts: LayerMounts, tmp_path: Path
+) -> None:
+    image = make_busybox_image(store)
+    mounts.acquire(image)
+    entry = mounted_at(tmp_path / "layers" / image.layers[0].digest[7:])
+    assert entry is not None
+    assert (entry.fstype, entry.source) == ("erofs", str(store.blob_path(image.layers[0].digest)))
+    assert "ro" in entry.options
+    assert not {"nosuid", "nodev"} & set(entry.options)
+    assert "directio" in entry.super_options
+
+
+def test_mounts_outlive_the_object_and_are_adopted(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
+    image = make_busybox_image(store)
+    mounts.acquire(image)
+    mounts.close()
+    before = mounted(tmp_path)
+    with LayerMounts(store, tmp_path / "layers") as second:
+        [fd] = second.acquire(image)
+        assert "bin" in names(fd)
+    assert mounted(tmp_path) == before
+    assert len(before) == 1
+
+
+def test_a_removed_image_stays_readable_while_mounted(store: ImageStore, mounts: LayerMounts) -> None:
+    [fd] = mounts.acquire(make_busybox_image(store, files={"/kept": b"kept"}))
+    store.remove("busybox")
+    with open(os.open("kept", os.O_RDONLY, dir_fd=fd), "rb") as file:
+        assert file.read() == b"kept"
+
+
+ACQUIRE = """
+import json, sys
+from pathlib import Path
+from opendsec.store.images import ImageStore
+from opendsec.store.mounts import LayerMounts
+store = ImageStore(Path(sys.argv[1]))
+with LayerMounts(store, Path(sys.argv[2])) as mounts:
+    sys.stdin.read(1)
+    print(json.dumps(len(mounts.acquire(store.get("both")))))
+"""
+
+
+def test_many_processes_at_once_mount_once(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
+    two_layers(store)
+    command = [sys.executable, "-c", ACQUIRE, str(store.root), str(tmp_path / "layers")]
+    environment = {"PYTHONPATH": str(Path(__file__).parents[3] / "src")}
+    processes = [
+        subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) for _ in range(6)
+    ]
+    answers = [process.communicate(b"g", timeout=30)[0] for process in processes]
+    assert [json.loads(answer) for answer in answers] == [2] * 6
+    assert len(mounted(tmp_path)) == 2
+    assert mounts.unmount_all() == 2
+    assert mounted(tmp_path) == []
+    assert [path.name for path in (tmp_path / "layers").iterdir()] == [".lock"]
+
+
+def test_something_else_in_the_place_is_refused(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
+    image, other = make_busybox_image(store), make_scratch_image(store)
+    target = tmp_path / "layers" / image.layers[0].digest[7:]
+    target.mkdir(parents=True)
+    mount(str(store.blob_path(other.layers[0].digest)), str(target), "erofs", MS_RDONLY)
+    try:
+        with pytest.raises(NodeError, match="is taken by erofs"):
+            mounts.acquire(image)
+    finally:
+        umount2(str(target), MNT_DETACH)
+
+
+def test_a_layer_that_is_gone_is_named(store: ImageStore, mounts: LayerMounts) -> None:
+    image = make_busybox_image(store)
+    store.remove("busybox")
+    with pytest.raises(ImageInvalidError, match="is not in the store"):
+        mounts.acquire(image)
+
+
+def test_no_erofs_file_is_named(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
+    with store.staging() as work:
+        (work / "layer").write_bytes(b"not a file system" * 1000)
+        image = store.publish("bad", layers=[store.stage_layer(work / "layer")], config=ImageConfig())
+    with pytest.raises(ImageInvalidError, match="no EROFS file"):
+        mounts.acquire(image)
+    assert mounted(tmp_path) == []
+
+
+def test_a_store_on_tmpfs_says_what_to_change(tmp_path: Path) -> None:
+    place = tmp_path / "memory"
+    place.mkdir()
+    mount("tmpfs", str(place), "tmpfs")
+    try:
+        store = ImageStore(place / "store")
+        image = make_busybox_image(store)
+        with LayerMounts(store, tmp_path / "layers") as mounts:
+            with pytest.raises(HostCapabilityError, match="ENOTBLK") as caught:
+                mounts.acquire(image)
+            mounts.unmount_all()
+        assert "OPENDSEC_STATE_DIR" in caught.value.remedy
+    finally:
+        umount2(str(place), MNT_DETACH)
