@@ -11,7 +11,8 @@ from typing import Any
 
 import typer
 
-from opendsec.main import app
+import opendsec.main  # noqa: F401 - adds the machine's commands
+from opendsec.cli.app import app
 
 PAGE = Path(__file__).parents[1] / "docs/reference/cli.md"
 HEAD = """\
@@ -20,8 +21,8 @@ HEAD = """\
 Written by `scripts/cli_reference.py` from the commands themselves.
 
 Exit statuses: the command's own; 124 it ran into its timeout, 125 the platform failed, 126 it could not be executed,
-127 it was not found, 130 interrupted, 141 nobody reads the output any more, 143 terminated, 1 a named sandbox, command or
-file does not exist (for `doctor`, `demo` and `image`: it failed), 2 wrong usage. With `--json` standard output holds
+127 it was not found, 130 interrupted, 141 nobody reads the output any more, 143 terminated, 1 a named sandbox, command
+or file does not exist (for `doctor`, `demo` and `image`: it failed), 2 wrong usage. With `--json` standard output holds
 JSON and nothing else, errors included.
 """
 """The page above the commands."""
