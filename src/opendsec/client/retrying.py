@@ -9,7 +9,14 @@ from __future__ import annotations
 
 import random
 
-from opendsec.errors import BackendUnavailableError, ConnectError, DeadlineError, OpenDSecError, TransportError
+from opendsec.errors import (
+    BackendUnavailableError,
+    ConnectError,
+    DeadlineError,
+    OpenDSecError,
+    SandboxLostError,
+    TransportError,
+)
 
 FIRST_DELAY_S = 0.05
 LARGEST_DELAY_S = 2.0
@@ -32,4 +39,4 @@ def may_repeat(error: OpenDSecError, *, idempotent: bool) -> bool:
         return False
     if isinstance(error, ConnectError):
         return True
-    return idempotent and isinstance(error, TransportError | BackendUnavailableError)
+    return idempotent and isinstance(error, TransportError | BackendUnavailableError | SandboxLostError)

@@ -43,6 +43,8 @@ class Program:
     copies_stdin: bool = False
     holds: bool = False
     """Runs until it is killed."""
+    ignores_stdin: bool = False
+    """Ends without reading it."""
     total_extra: int = 0
     """So many bytes of stdout more were written than kept; honest only together with `truncated`."""
     truncated: bool = False
@@ -110,6 +112,7 @@ class FakeServer:
         self.tree = b""
         self.piece_bytes = 64 * 1024
         self.batch_failures: dict[int, errors.OpenDSecError] = {}
+        self.forgets_stdin = False
         self.connections = 0
         self.url = ""
         self._creates: dict[str, tuple[bytes, Any]] = {}
@@ -294,7 +297,10 @@ class FakeServer:
                 offsets = int(request.get("stdout", "0")), int(request.get("stderr", "0"))
                 return 200, contracts.STREAM_MEDIA_TYPE, self._follow(command, *offsets)
             case "POST", ["stdin"]:
-                return _json(_take_stdin(command, request))
+                status = _take_stdin(command, request)
+                if self.forgets_stdin:
+                    command.stdin.clear()
+                return _json(status)
             case _:
                 pass
         return _json(_status(command))
@@ -425,8 +431,10 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> b
 
 def _take_stdin(command: Command, request: Request) -> contracts.StdinStatus:
     offset = int(request.get("offset", "0"))
+    if command.program.ignores_stdin:
+        raise errors.ConflictError("the command's stdin is closed")
     if offset > len(command.stdin):
-        raise errors.ConflictError("a gap in stdin")
+        raise errors.ConflictError("a gap in stdin", detail={"field": "offset"})
     command.stdin += request.body[len(command.stdin) - offset :]
     command.stdin_closed = command.stdin_closed or request.get("eof") == "true"
     return contracts.StdinStatus(accepted=len(command.stdin), closed=command.stdin_closed)

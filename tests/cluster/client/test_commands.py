@@ -134,6 +134,22 @@ async def test_stdin_arrives_exactly_once(server: FakeServer, sandbox: opendsec.
     assert (await sandbox.run_shell("cat", stdin="é")).stdout == "é"
 
 
+async def test_program_that_does_not_want_its_stdin(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
+    server.programs["true"] = Program(ignores_stdin=True)
+    assert (await sandbox.run_shell("true", stdin=BIG * 3)).exit_code == 0
+    process = await sandbox.commands.start("true", stdin=True)
+    with pytest.raises(opendsec.ConflictError):
+        await process.stdin.write(b"x")
+    await process.stdin.close()
+
+
+async def test_hole_in_stdin_is_an_error(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
+    server.programs["cat"] = Program(copies_stdin=True)
+    server.forgets_stdin = True
+    with pytest.raises(opendsec.ConflictError):
+        await sandbox.run_shell("cat", stdin=BIG * 3)
+
+
 async def test_truncation_is_told(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
     server.programs["x"] = Program(stdout=b"kept", truncated=True, total_extra=10)
     result = await sandbox.run_shell("x")

@@ -17,6 +17,8 @@ from opendsec.client.retrying import FIRST_DELAY_S, LARGEST_DELAY_S, delay_s, ma
         (errors.ConnectError("x", retryable=False), False, False),
         (errors.TransportError("x"), True, False),
         (errors.BackendUnavailableError("x"), True, False),
+        (errors.SandboxLostError("x"), False, False),
+        (errors.SandboxLostError("its connection was cut", retryable=True), True, False),
         (errors.DeadlineError("x"), False, False),
         (errors.ProtocolError("x"), False, False),
         (errors.UnschedulableError("x"), False, False),

@@ -13,7 +13,7 @@ from opendsec.client._async.process import Process, ProcessInput
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.results import ShellResult, shell_result
-from opendsec.errors import OpenDSecError
+from opendsec.errors import ConflictError, OpenDSecError
 from opendsec.model.command import (
     DEFAULT_OUTPUT_BYTES,
     CommandResult,
@@ -147,11 +147,14 @@ class Commands:
                 unsent = None
 
     async def _feed(self, command_id: str, data: bytes) -> None:
-        """All of stdin. The platform records output meanwhile, so a program that writes much cannot block this."""
+        """All of stdin, or as much as the program wants. Its output is recorded meanwhile, so it cannot block this."""
         writer = ProcessInput(self._transport, self._sandbox_id, command_id, is_open=True)
-        if data:
+        try:
             await writer.write(data)
-        await writer.close()
+            await writer.close()
+        except ConflictError as error:
+            if error.detail.get("field") == "offset":
+                raise
 
     async def _cancel(self, follower: Follower) -> None:
         """The caller gave up: end the command too. When it may have been started under way, find it by its

@@ -68,43 +68,47 @@ class ProcessInput:
         self._lock = AsyncLock()
 
     async def write(self, data: bytes | str) -> None:
-        """Send bytes (text as UTF-8). Bytes a program that has ended did not read are dropped, as with a pipe's
-        reader gone.
+        """Send bytes (text as UTF-8).
 
-        Raises ConflictError when stdin was closed or the command was started without `stdin=True`.
+        Raises ConflictError when nobody reads any more: stdin was closed, the command has ended, or it was started
+        without `stdin=True`.
         """
         raw = data.encode("utf-8") if isinstance(data, str) else data
         async with self._lock:
-            if not self._open:
-                raise ConflictError(
-                    "stdin of this command is closed", remedy="start it with stdin=True and write before close()"
-                )
             for start in range(0, len(raw), STDIN_CHUNK_BYTES):
-                if self._open:
-                    await self._send(raw[start : start + STDIN_CHUNK_BYTES], eof=False)
+                await self._send(raw[start : start + STDIN_CHUNK_BYTES])
 
     async def close(self) -> None:
-        """End of file. Does nothing when it is closed already."""
+        """End of file. Does nothing when nobody reads any more."""
         async with self._lock:
-            if self._open:
-                await self._send(b"", eof=True)
-                self._open = False
+            if not self._open:
+                return
+            self._open = False
+            try:
+                await self._post(b"", eof=True)
+            except ConflictError:
+                return
 
-    async def _send(self, data: bytes, *, eof: bool) -> None:
-        begin = self._offset
-        first = True
-        while first or (self._open and self._offset < begin + len(data)):
-            first = False
-            query = {"offset": self._offset, "eof": eof}
-            where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
-            left = data[self._offset - begin :]
-            status = await self._transport.call("POST", where, StdinStatus, raw=left, timeout_s=STDIN_TIMEOUT_S)
-            taken = max(0, min(status.accepted, begin + len(data)) - self._offset)
+    async def _send(self, data: bytes) -> None:
+        end = self._offset + len(data)
+        while self._offset < end:
+            if not self._open:
+                raise ConflictError(
+                    "nobody reads the stdin of this command: it is closed",
+                    remedy="start the command with stdin=True, and write before close() and before it ends",
+                )
+            left = data[self._offset - end :]
+            status = await self._post(left, eof=False)
+            taken = max(0, min(status.accepted, end) - self._offset)
             self._offset += taken
-            if left and not taken and not status.closed:
+            self._open = not status.closed
+            if not taken and not status.closed:
                 await async_pause(STDIN_POLL_S)
-            if status.closed:
-                self._open = False
+
+    async def _post(self, data: bytes, *, eof: bool) -> StdinStatus:
+        query = {"offset": self._offset, "eof": eof}
+        where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
+        return await self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S)
 
 
 class Process:
