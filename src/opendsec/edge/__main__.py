@@ -1,4 +1,5 @@
-"""`python -m opendsec.edge`: one edge process. The composition root: settings from the environment, backends, store, server.
+"""`python -m opendsec.edge`: one edge process. The composition root: settings from the environment, backends, store,
+server.
 
     OPENDSEC_EDGE              name of this edge, 1 to 32 of a-z and 0-9 (local)
     OPENDSEC_STATE_DIR         state, on ext4, xfs or btrfs (/var/lib/opendsec)

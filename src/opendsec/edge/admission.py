@@ -1,6 +1,7 @@
 """The edge's own last yes or no to a new sandbox. Pure: facts in, a refusal with every reason (or none) out.
 
-Limits of a sandbox are caps, not reservations, so nothing is summed up: what counts is what the node has left right now.
+Limits of a sandbox are caps, not reservations, so nothing is summed up: what counts is what the node has left right
+now.
 """
 
 from __future__ import annotations

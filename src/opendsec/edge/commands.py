@@ -1,10 +1,12 @@
 """The commands of one sandbox: intent → guest → output → result, each step journalled before it shows.
 
-    submit ─▶ Intent in the journal ─▶ guest.start ─▶ events ─▶ recorder ─▶ Exit ─▶ Result in the journal ─▶ followers ─▶ guest.release
+    submit ─▶ Intent in the journal ─▶ guest.start ─▶ events ─▶ recorder ─▶ Exit ─▶ Result in the journal ─▶
+    followers ─▶ guest.release
 
-A command runs once. Its operation id, if it has one, finds it again (also while it runs, also after a restart of the edge); the same id with
-another request is refused. It goes on whether or not anybody follows it. A lost connection is taken up again where it was; when the sandbox has
-ended the command has too (`sandbox_ended`), and when the guest knows nothing of a command that had begun, it is `lost`.
+A command runs once. Its operation id, if it has one, finds it again (also while it runs, also after a restart of the
+edge); the same id with another request is refused. It goes on whether or not anybody follows it. A lost connection
+is taken up again where it was; when the sandbox has ended the command has too (`sandbox_ended`), and when the guest
+knows nothing of a command that had begun, it is `lost`.
 """
 
 from __future__ import annotations
@@ -199,7 +201,9 @@ class CommandBook:
     # What the API asks
 
     def submit(self, request: ExecRequest, begin: Callable[[], None]) -> Command:
-        """A new command on its way, or the one this operation id already named. `begin` is called for a new one and may refuse."""
+        """A new command on its way, or the one this operation id already named. `begin` is called for a new one and
+        may refuse.
+        """
         known = self._operations.get(request.operation_id) if request.operation_id is not None else None
         digest = request_digest(request) if request.operation_id is not None else ""
         if known is not None:
@@ -247,7 +251,9 @@ class CommandBook:
     async def write_stdin(
         self, command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool
     ) -> StdinStatus:
-        """Pass bytes on; what lies below the accepted offset is skipped. Raises ConflictError for a gap, or when stdin is closed."""
+        """Pass bytes on; what lies below the accepted offset is skipped. Raises ConflictError for a gap, or when
+        stdin is closed.
+        """
         progress = command.stdin
         async with progress.turn:
             position = progress.accepted if offset is None else offset
@@ -439,11 +445,13 @@ class CommandBook:
         )
 
     async def _record(self, command: Command, record: journal.Result | journal.Refused) -> bool:
-        """Whether the journal has it. If not, the guest keeps the command, and a new edge asks it again: the answer is the same."""
+        """Whether the journal has it. If not, the guest keeps the command, and a new edge asks it again: the answer
+        is the same.
+        """
         try:
             position = await self._journal.append(record)
-        except errors.NodeError as exc:
-            log.error("result_not_journalled", extra={"fields": {"command": command.number, "reason": str(exc)}})
+        except errors.NodeError:
+            log.exception("result_not_journalled", extra={"fields": {"command": command.number}})
             return False
         if isinstance(record, journal.Result):
             command.position = position
@@ -525,7 +533,9 @@ class CommandBook:
         return [command for command in self._commands.values() if not command.done]
 
     def resume(self, known: Mapping[int, KnownCommand], guest: Guest) -> None:
-        """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were restored."""
+        """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were
+        restored.
+        """
         for number, entry in known.items():
             command = self._commands.get(number)
             if entry.ended and (command is None or command.done):

@@ -1,7 +1,7 @@
 """Creating sandboxes over HTTP, one or many. Raw ASGI, because bursts pass here.
 
-A batch is created by a bounded number of workers and answered line by line as sandboxes become ready; a client that reads slowly slows the
-batch down. When the client leaves, nothing more is begun; what has been begun stays.
+A batch is created by a bounded number of workers and answered line by line as sandboxes become ready; a client that
+reads slowly slows the batch down. When the client leaves, nothing more is begun; what has been begun stays.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Commands over HTTP: start, follow, feed, signal, end. Raw ASGI, because every agent turn passes here.
 
-An exec stream begins when the guest has answered (or after a second, when a session is busy), so a command that can not be started is still a proper
-HTTP error. A client that leaves ends nothing but its own stream.
+An exec stream begins when the guest has answered (or after a second, when a session is busy), so a command that can
+not be started is still a proper HTTP error. A client that leaves ends nothing but its own stream.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Files of a sandbox over HTTP. Bytes pass through with back-pressure: neither side is read faster than the other takes.
+"""Files of a sandbox over HTTP. Bytes pass through with back-pressure: neither side is read faster than the other
+takes.
 
-A download of known size has a Content-Length and stops there even if the file grows meanwhile; one that comes out shorter cuts the connection.
+A download of known size has a Content-Length and stops there even if the file grows meanwhile; one that comes out
+shorter cuts the connection.
 """
 
 from __future__ import annotations

@@ -1,4 +1,6 @@
-"""Where an edge looks an image up by its name: the node's store, or, for edges that only offer the dummy backend, nowhere."""
+"""Where an edge looks an image up by its name: the node's store, or, for edges that only offer the dummy backend,
+nowhere.
+"""
 
 from __future__ import annotations
 

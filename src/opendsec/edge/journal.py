@@ -1,10 +1,13 @@
-"""The durable record of one sandbox: an append-only file of JSON lines below `<state>/edge/<name>/sandboxes/<id>/journal`.
+"""The durable record of one sandbox: an append-only file of JSON lines below
+`<state>/edge/<name>/sandboxes/<id>/journal`.
 
-A new edge process rebuilds everything from it: what was asked for, whether it was started, which commands were given and how they ended. A line is
-written before the fact it stands for becomes visible: a command's intent before the guest hears of it, its result before the caller does.
+A new edge process rebuilds everything from it: what was asked for, whether it was started, which commands were given
+and how they ended. A line is written before the fact it stands for becomes visible: a command's intent before the
+guest hears of it, its result before the caller does.
 
-Refuses to guess: a last line without its newline was cut by the edge's death and never counted; any other line that does not parse is an error.
-A write that does not fit on the disk is taken back whole, so the file never has a torn line in its middle.
+Refuses to guess: a last line without its newline was cut by the edge's death and never counted; any other line that
+does not parse is an error. A write that does not fit on the disk is taken back whole, so the file never has a torn
+line in its middle.
 """
 
 from __future__ import annotations
@@ -71,7 +74,9 @@ class PauseState(msgspec.Struct, frozen=True, tag="pause", kw_only=True):
 
 
 class Intent(msgspec.Struct, frozen=True, tag="intent", kw_only=True):
-    """A command is about to be given to the guest. Given again after a restart: the guest knows it by its number and runs it once."""
+    """A command is about to be given to the guest. Given again after a restart: the guest knows it by its number and
+    runs it once.
+    """
 
     number: int
     request: ExecRequest
@@ -134,7 +139,9 @@ def decode(line: bytes) -> Record:
 
 
 def read(directory: Path) -> list[tuple[int, Record]]:
-    """All records of a sandbox with the positions of their lines, cutting off a torn last line on the disk too. Raises FileNotFoundError, JournalError."""
+    """All records of a sandbox with the positions of their lines, cutting off a torn last line on the disk too.
+    Raises FileNotFoundError, JournalError.
+    """
     path = directory / JOURNAL
     content = path.read_bytes()
     whole = content.rfind(b"\n") + 1
@@ -164,7 +171,9 @@ class Journal:
         self._writer = writer
 
     async def create(self, record: Created, *, directories: tuple[Path, ...]) -> None:
-        """Make the directories (in this order; the first is the sandbox's own) and write the first line, or leave nothing."""
+        """Make the directories (in this order; the first is the sandbox's own) and write the first line, or leave
+        nothing.
+        """
         line = encode(record)
         try:
             await self._writer.run(lambda: _create(directories, self._path, line))
@@ -172,7 +181,9 @@ class Journal:
             raise _node_error(exc, self._path) from exc
 
     async def append(self, record: Record) -> int:
-        """Write a line; returns where it begins, for `read_at`. Raises DiskFullError or NodeError, and then nothing was written."""
+        """Write a line; returns where it begins, for `read_at`. Raises DiskFullError or NodeError, and then nothing
+        was written.
+        """
         line = encode(record)
         try:
             return await self._writer.run(lambda: append_line(self._path, line))
@@ -226,10 +237,10 @@ def _write_all(fd: int, data: bytes) -> None:
 
 
 def _create(directories: tuple[Path, ...], path: str, line: bytes) -> None:
-    made: list[str] = []
+    made: list[Path] = []
     try:
-        for directory in map(str, directories):
-            os.mkdir(directory, 0o700)
+        for directory in directories:
+            directory.mkdir(0o700)
             made.append(directory)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
@@ -237,8 +248,8 @@ def _create(directories: tuple[Path, ...], path: str, line: bytes) -> None:
         finally:
             os.close(fd)
     except OSError:
-        if os.path.exists(path):
-            os.unlink(path)
-        for name in reversed(made):
-            os.rmdir(name)
+        if made:
+            Path(path).unlink(missing_ok=True)
+        for directory in reversed(made):
+            directory.rmdir()
         raise

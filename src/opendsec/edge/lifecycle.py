@@ -1,14 +1,17 @@
-"""The life of one sandbox as a pure state machine: events in, instructions out. No clock, no I/O; time is part of every event.
+"""The life of one sandbox as a pure state machine: events in, instructions out. No clock, no I/O; time is part of
+every event.
 
     creating ──▶ running ⇄ (pausing ▶ paused ▶ resuming)
         └─ any ──▶ stopping ──▶ stopped | failed
 
 What it promises:
 
-* Delete is valid in every state, idempotent, and wins every race: what was under way (start, pause, resume) is cancelled and, once it
+* Delete is valid in every state, idempotent, and wins every race: what was under way (start, pause, resume) is
+cancelled and, once it
   has settled one way or the other, everything is removed. An event that comes late changes nothing any more.
 * The first end reason stays. `stopped` is the end a user or a time limit asked for, `failed` the one nobody asked for.
-* Idle time does not pass while anything is in progress (`busy`), nor while the sandbox is creating or paused; it starts anew after each operation.
+* Idle time does not pass while anything is in progress (`busy`), nor while the sandbox is creating or paused; it
+starts anew after each operation.
 * The hard limit counts from creation, whatever happens.
 
 Times are seconds of one monotonic clock, chosen by the caller.
@@ -206,7 +209,8 @@ def deadline(life: Life) -> float | None:
 def step(life: Life, event: Event) -> Step:
     """What follows from an event.
 
-    Requests the state forbids raise: SandboxExitedError once it is ending, ConflictError otherwise. Facts never raise; late ones are ignored.
+    Requests the state forbids raise: SandboxExitedError once it is ending, ConflictError otherwise. Facts never
+    raise; late ones are ignored.
     """
     return _RULES[type(event)](life, event)
 
@@ -230,7 +234,9 @@ def _end(life: Life, reason: SandboxEnd, detail: str) -> Step:
 
 
 def _settled(life: Life, expected: Pending) -> Step | None:
-    """The common part of all 'it is over' events: late ones are dropped, those of an ending sandbox lead to its removal."""
+    """The common part of all 'it is over' events: late ones are dropped, those of an ending sandbox lead to its
+    removal.
+    """
     if life.pending is not expected:
         return life, ()
     if life.state is SandboxState.STOPPING:

@@ -1,10 +1,11 @@
-"""The shell of an edge: admits, creates, finds, lists and forgets sandboxes; runs their tasks, their time limits and the recovery.
+"""The shell of an edge: admits, creates, finds, lists and forgets sandboxes; runs their tasks, their time limits and
+the recovery.
 
     async with Node(...) as node:          # locks the state directory, opens backends, adopts what an earlier edge left
         sandbox = await node.create(...)
 
-Leaving cancels what the edge does, never what it has started: sandboxes and their commands go on and the next edge adopts them.
-Refuses to share its state directory with another edge.
+Leaving cancels what the edge does, never what it has started: sandboxes and their commands go on and the next edge
+adopts them. Refuses to share its state directory with another edge.
 """
 
 from __future__ import annotations
@@ -92,6 +93,9 @@ class Node:
     ) -> None:
         check_edge_name(settings.edge)
         self.settings = settings
+        self._sandbox_root = settings.state_dir / "sandboxes"
+        self._trash = settings.state_dir / "trash"
+        self._run_root = settings.run_dir / "sbx"
         self._backends = dict(backends)
         self._images = images
         self._version = version
@@ -116,7 +120,7 @@ class Node:
 
     async def __aenter__(self) -> Self:
         async with AsyncExitStack() as stack:
-            for directory in (self._sandbox_root, self._trash, self.settings.run_dir / "sbx"):
+            for directory in (self._sandbox_root, self._trash, self._run_root):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             journal_writer = await stack.enter_async_context(WriterThread("journal"))
@@ -161,7 +165,9 @@ class Node:
     # Requests
 
     async def create(self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId) -> Sandbox:
-        """Admit and begin one; it is `creating` then. A repeat finds the first one. Raises for whatever forbids it, and then nothing is left."""
+        """Admit and begin one; it is `creating` then. A repeat finds the first one. Raises for whatever forbids it,
+        and then nothing is left.
+        """
         known = self._sandboxes.get(sandbox_id)
         if known is not None:
             return _repeated(known, spec, project)
@@ -298,6 +304,8 @@ class Node:
     def _deadline(self, sandbox: Sandbox) -> float | None:
         if sandbox.counted_creating and sandbox.state is not SandboxState.CREATING:
             self._settled(sandbox)
+        if self._sandboxes.get(sandbox.sandbox_id) is not sandbox:
+            return None
         if sandbox.live:
             return lifecycle.deadline(sandbox.life)
         return (sandbox.life.ended_at or 0.0) + self.settings.keep_ended_s
@@ -341,7 +349,7 @@ class Node:
 
     async def _recover(self) -> None:
         assert self._parts is not None
-        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self.settings.run_dir / "sbx", self._trash)
+        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root, self._trash)
         await recovery.adopt_all(
             found, parts=self._parts, backends=self._backends, places=self._places, enrol=self._enrol_found
         )
@@ -362,17 +370,9 @@ class Node:
 
     # Places
 
-    @property
-    def _sandbox_root(self) -> Path:
-        return self.settings.state_dir / "sandboxes"
-
-    @property
-    def _trash(self) -> Path:
-        return self.settings.state_dir / "trash"
-
     def _places(self, sandbox_id: SandboxId) -> Places:
-        own = self._sandbox_root / sandbox_id
-        return Places(own=own, state=own / "box", run=self.settings.run_dir / "sbx" / sandbox_id)
+        own = f"{self._sandbox_root}/{sandbox_id}"
+        return Places(own=Path(own), state=Path(f"{own}/box"), run=Path(f"{self._run_root}/{sandbox_id}"))
 
     def _backend_report(self, kind: BackendKind) -> BackendReport:
         if kind in self._unavailable:
@@ -381,7 +381,9 @@ class Node:
 
 
 class _CancelledAtExit:
-    """A task group whose tasks are cancelled when the block is left, and whose tasks' failures are logged, not spread."""
+    """A task group whose tasks are cancelled when the block is left, and whose tasks' failures are logged, not
+    spread.
+    """
 
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
@@ -402,6 +404,8 @@ class _CancelledAtExit:
         task = self._group.create_task(_logged(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        # One cancelled before its first step has never touched its work.
+        task.add_done_callback(lambda _: work.close())
         return task
 
 

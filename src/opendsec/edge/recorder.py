@@ -1,13 +1,16 @@
 """Output of commands, recorded on the host: what was written, how much of it is kept, and who follows it.
 
-A stream begins in memory; beyond 64 KiB it moves to a file `out/<number>.<1|2>` through the writer thread. The guest is told that output is safe
-only when it is: written to the file, or counted and dropped. What is only in memory the guest still has (its window is 256 KiB), so the death of the
-edge loses nothing: a new edge continues at the end of the file, or at 0.
+A stream begins in memory; beyond 64 KiB it moves to a file `out/<number>.<1|2>` through the writer thread. The guest
+is told that output is safe only when it is: written to the file, or counted and dropped. What is only in memory the
+guest still has (its window is 256 KiB), so the death of the edge loses nothing: a new edge continues at the end of
+the file, or at 0.
 
-Two caps: per command and stream (the request's), and per sandbox (files). Beyond them bytes are counted, not kept; what is kept is always a prefix.
-Dropped output is acknowledged at a bounded rate, so a command that floods does not take the edge's time from the others.
+Two caps: per command and stream (the request's), and per sandbox (files). Beyond them bytes are counted, not kept;
+what is kept is always a prefix. Dropped output is acknowledged at a bounded rate, so a command that floods does not
+take the edge's time from the others.
 
-Followers read by offset, from memory, from the last chunks still in flight, or from the file. A slow follower holds nothing and blocks nobody.
+Followers read by offset, from memory, from the last chunks still in flight, or from the file. A slow follower holds
+nothing and blocks nobody.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ DROP_PAUSE_S = 0.004
 
 
 class Budget:
-    """Bytes of output files one sandbox may keep; the first 64 KiB of each stream are free, so nobody's short answers are lost."""
+    """Bytes of output files one sandbox may keep; the first 64 KiB of each stream are free, so nobody's short
+    answers are lost.
+    """
 
     def __init__(self, cap_bytes: int) -> None:
         self._left = cap_bytes
@@ -68,7 +73,7 @@ class OutputStream:
     def resume_from_file(self) -> None:
         """After a restart: what is in the file is kept, the rest comes from the guest again. Blocking (one stat)."""
         try:
-            size = os.stat(self._path).st_size
+            size = self._path.stat().st_size
         except FileNotFoundError:
             return
         self.in_file, self._memory = True, None
@@ -92,7 +97,8 @@ class OutputStream:
         if not self.in_file and self.kept + room <= INLINE_BYTES and (room == len(fresh) or self.kept + room == 0):
             self._keep_in_memory(fresh[:room])
         else:
-            # A stream that drops must not stay in memory: nothing of it could be acknowledged, and the guest would stall.
+            # A stream that drops must not stay in memory: nothing of it could be acknowledged, and the guest would
+            # stall.
             self._move_to_file(on_safe)
             room = self._budget.grant(room)
             self._keep_in_file(fresh[:room], on_safe)
@@ -152,7 +158,9 @@ class OutputStream:
         on_safe()
 
     def read_now(self, offset: int) -> bytes | memoryview | None:
-        """Kept bytes from `offset` if they are in memory (b"" at the end), None when the file or journal must be read."""
+        """Kept bytes from `offset` if they are in memory (b"" at the end), None when the file or journal must be
+        read.
+        """
         if offset >= self.kept:
             return b""
         if self._memory is not None:
@@ -203,7 +211,7 @@ def write_at(path: Path, position: int, data: bytes) -> int:
     try:
         fd = os.open(path, flags, 0o600)
     except FileNotFoundError:
-        os.mkdir(path.parent, 0o700)
+        path.parent.mkdir(0o700)
         fd = os.open(path, flags, 0o600)
     try:
         done = 0

@@ -1,13 +1,13 @@
 """What a new edge finds of an earlier one, and what becomes of it.
 
-| the journal says                      | and                      | then                                                     |
-| ------------------------------------- | ------------------------ | -------------------------------------------------------- |
-| nothing (no whole first line)         |                          | nothing was started: the directory is removed            |
-| created                               | no `started`             | half-made: removed, `start_failed`                       |
-| created, started                      | the backend finds it     | adopted; its commands go on without a gap                |
-| created, started                      | the backend does not     | removed, `guest_lost`; its commands end `sandbox_ended`  |
-| …, ending                             | no `ended`               | half-deleted: the removal is finished                    |
-| …, ended                              |                          | kept for those who still ask                             |
+| the journal says       | and                  | then                                                    |
+| ---------------------- | -------------------- | ------------------------------------------------------- |
+| no whole first line    |                      | nothing was started: the directory is removed           |
+| created                | no `started`         | half-made: removed, `start_failed`                      |
+| created, started       | the backend finds it | adopted; its commands go on without a gap               |
+| created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
+| …, ending              | no `ended`           | half-deleted: the removal is finished                   |
+| …, ended               |                      | kept for those who still ask                            |
 """
 
 from __future__ import annotations
@@ -71,7 +71,9 @@ class Found:
 
 @contextlib.asynccontextmanager
 async def sole_edge(state_dir: Path) -> AsyncIterator[None]:
-    """While this process owns the state directory. Waits a little for an edge that is just ending; raises ConflictError then."""
+    """While this process owns the state directory. Waits a little for an edge that is just ending; raises
+    ConflictError then.
+    """
     fd = os.open(state_dir / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         until = time.monotonic() + LOCK_WAIT_S
@@ -160,7 +162,8 @@ async def adopt_all(
         backend = backends.get(what.created.spec.backend)
         if backend is None:
             raise errors.BackendUnavailableError(
-                f"sandbox {what.created.sandbox_id} needs the {what.created.spec.backend.value} backend, which this edge was not given",
+                f"sandbox {what.created.sandbox_id} needs the {what.created.spec.backend.value} backend, "
+                "which this edge was not given",
                 remedy="start the edge with that backend until its sandboxes have ended",
             )
         sandbox = _restored(what, parts, backend, places(what.created.sandbox_id))

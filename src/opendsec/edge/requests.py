@@ -1,4 +1,6 @@
-"""What every route of the edge reads from a request: project, flags, numbers, deadlines; each refusal names the field."""
+"""What every route of the edge reads from a request: project, flags, numbers, deadlines; each refusal names the
+field.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ def timeout_of(scope: Scope) -> float | None:
 
 
 def sandbox_id_for(scope: Scope, edge: str, given: SandboxId | None, *, index: int | None = None) -> SandboxId:
-    """The id given by the apiserver; else one derived from the idempotency key, so that a repeat names the same sandbox; else a new one."""
+    """The id given by the apiserver; else one derived from the idempotency key, so that a repeat names the same
+    sandbox; else a new one.
+    """
     if given is not None:
         return given
     key = header(scope, _IDEMPOTENCY)

@@ -1,7 +1,7 @@
 """One sandbox in the edge: performs what its lifecycle decides, and holds its connection, its journal and its commands.
 
-Decisions are `lifecycle.step`; this file only acts. Everything long runs in the node's task group. A removal that fails is tried again until nothing
-is left: a sandbox is never reported as ended while something of it may still exist.
+Decisions are `lifecycle.step`; this file only acts. Everything long runs in the node's task group. A removal that
+fails is tried again until nothing is left: a sandbox is never reported as ended while something of it may still exist.
 """
 
 from __future__ import annotations
@@ -325,7 +325,9 @@ class Sandbox:
         self.apply(lifecycle.Started(time.monotonic()))
 
     def _settle_cancelled(self, event: lifecycle.Event) -> None:
-        """A cancelled step has settled. When it is the whole edge that stops, nothing is settled: the next edge finds it in the journal."""
+        """A cancelled step has settled. When it is the whole edge that stops, nothing is settled: the next edge
+        finds it in the journal.
+        """
         task = asyncio.current_task()
         assert task is not None
         if self.life.state is not SandboxState.STOPPING:
@@ -367,7 +369,7 @@ class Sandbox:
                 await self._remove_once()
                 break
             except (errors.OpenDSecError, OSError) as exc:
-                log.error(
+                log.exception(
                     "remove_failed",
                     extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc), "again_in_s": delay}},
                 )

@@ -1,6 +1,7 @@
 """Deadlines of many things in one heap: no task and no timer per thing.
 
-A thing that is used again and again does not touch the heap: its entry is looked at when it is due, and put back if its deadline has moved.
+A thing that is used again and again does not touch the heap: its entry is looked at when it is due, and put back if
+its deadline has moved.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ class Timers(Generic[T]):
 
     def run_due(self, now: float) -> None:
         """Everything whose time has come."""
+        popped = []
         while self._heap and self._heap[0][0] <= now:
             at, _, thing = heapq.heappop(self._heap)
-            if thing.armed_at != at:
-                continue
-            thing.armed_at = None
+            if thing.armed_at == at:
+                thing.armed_at = None
+                popped.append(thing)
+        for thing in popped:
             deadline = self._deadline(thing)
             if deadline is not None and deadline <= now:
                 self._due(thing)

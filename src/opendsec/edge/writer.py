@@ -1,8 +1,9 @@
 """One thread that does small blocking writes in order, so that a slow disk never blocks the event loop.
 
-Jobs run in the order they were given. What has gathered while the thread was busy is done in one go and answered with one wake-up of the loop
-(group commit). Nothing here calls fsync: a journal must survive the death of the edge, and bytes handed to the kernel do. A reboot ends every
-sandbox of the node, so a journal that lost its tail to a power cut has nothing to say that is still true.
+Jobs run in the order they were given. What has gathered while the thread was busy is done in one go and answered
+with one wake-up of the loop (group commit). Nothing here calls fsync: a journal must survive the death of the edge,
+and bytes handed to the kernel do. A reboot ends every sandbox of the node, so a journal that lost its tail to a
+power cut has nothing to say that is still true.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ _Outcome = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
 class WriterThread:
-    """`async with WriterThread("journal") as writer: await writer.run(job)`. Leaving waits for every job given before."""
+    """`async with WriterThread("journal") as writer: await writer.run(job)`. Leaving waits for every job given
+    before.
+    """
 
     def __init__(self, name: str) -> None:
         self._name = name

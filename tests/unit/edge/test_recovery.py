@@ -1,0 +1,260 @@
+"""An edge that dies at any step, and the next one.
+
+Death is played by a journal writer that stops: from its n-th job on nothing is written and nobody is answered, or it
+is written and nobody is answered. Those are all the moments at which the outside could tell the difference. The
+dummy machines live on in the backend object, as containers do in the kernel.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, until
+
+from opendsec.backends.dummy import DummyBackend
+from opendsec.edge import journal, node, recovery
+from opendsec.edge.node import Node
+from opendsec.edge.sandbox import Sandbox
+from opendsec.edge.writer import WriterThread
+from opendsec.errors import ConflictError, OpenDSecError, StartError
+from opendsec.model.command import EndReason, ExecRequest
+from opendsec.model.ids import SandboxId, new_sandbox_id
+from opendsec.model.node import SandboxEnd, SandboxState
+from opendsec.model.spec import Lifetime
+
+pytestmark = pytest.mark.anyio
+
+
+class DyingWriter(WriterThread):
+    """Dies at its n-th job."""
+
+    at = 0
+    after_writing = False
+    died: asyncio.Event
+
+    def run(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+        if self._name != "journal":
+            return super().run(job)
+        cls = type(self)
+        cls.at -= 1
+        if cls.at > 0:
+            return super().run(job)
+        cls.died.set()
+        if cls.at == 0 and cls.after_writing:
+            super().run(job)
+        return asyncio.get_running_loop().create_future()
+
+
+async def live_until_death(one: Node, sandbox_id: SandboxId) -> None:
+    """A whole small life: create, two commands, pause, resume, delete."""
+    sandbox = await one.create(
+        dummy_spec(lifetime=Lifetime(ttl_running_stop=None)), project="default", sandbox_id=sandbox_id
+    )
+    await sandbox.wait_ready()
+    await run(sandbox, "echo x >> /count; yes 60000; echo end", operation_id="first")
+    await run(sandbox, "echo y >> /count; echo out; exit 7", operation_id="second")
+    await sandbox.pause()
+    await sandbox.resume()
+    await sandbox.delete()
+
+
+def nothing_left_over(one: Node, root: Path, backend: DummyBackend) -> None:
+    known = {sandbox.sandbox_id: sandbox.live for sandbox in one.all(project=None)}
+    live = {sandbox_id for sandbox_id, alive in known.items() if alive}
+    assert set(backend._machines) == live
+    assert {path.name for path in (root / "run" / "sbx").iterdir()} == live
+    assert {path.name for path in (root / "state" / "sandboxes").iterdir()} == set(known)
+    assert {path.parent.name for path in (root / "state" / "sandboxes").glob("*/box")} == live
+
+
+@pytest.mark.parametrize("after_writing", [False, True])
+@pytest.mark.parametrize("step", range(1, 12))
+async def test_death_at_every_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int, after_writing: bool
+) -> None:
+    monkeypatch.setattr(node, "WriterThread", DyingWriter)
+    DyingWriter.at, DyingWriter.after_writing, DyingWriter.died = step, after_writing, asyncio.Event()
+    backend, sandbox_id = DummyBackend(), new_sandbox_id("local")
+    async with edge(tmp_path, backend) as dying:
+        life = asyncio.ensure_future(live_until_death(dying, sandbox_id))
+        await asyncio.wait(
+            {life, asyncio.ensure_future(DyingWriter.died.wait())}, return_when=asyncio.FIRST_COMPLETED, timeout=5
+        )
+        assert DyingWriter.died.is_set(), "the life is shorter than the steps tried"
+        life.cancel()
+        await asyncio.wait({life})
+    monkeypatch.setattr(node, "WriterThread", WriterThread)
+
+    async with edge(tmp_path, backend) as adopting:
+        await until(lambda: all(one.state is not SandboxState.STOPPING for one in adopting.all(project=None)))
+        nothing_left_over(adopting, tmp_path, backend)
+        found = adopting.all(project=None)
+        if found and found[0].live:
+            await everything_is_still_there(found[0])
+        elif found and found[0].life.end_reason is SandboxEnd.START_FAILED:
+            with pytest.raises(StartError):
+                await found[0].wait_ready()
+        for one in found:
+            await one.delete()
+        nothing_left_over(adopting, tmp_path, backend)
+
+
+async def everything_is_still_there(sandbox: Sandbox) -> None:
+    """Asked again with the same operation ids: each has run once, and its output is whole."""
+    first = await ended(
+        await sandbox.submit(ExecRequest(script="echo x >> /count; yes 60000; echo end", operation_id="first"))
+    )
+    assert first.result is not None
+    assert (first.result.exit_code, first.result.truncated) == (0, False)
+    assert await output(sandbox, first) == b"y\n" * 60_000 + b"end\n"
+    second = await ended(
+        await sandbox.submit(ExecRequest(script="echo y >> /count; echo out; exit 7", operation_id="second"))
+    )
+    assert second.result is not None
+    assert (second.result.exit_code, second.result.end_reason) == (7, EndReason.EXITED)
+    assert await output(sandbox, second) == b"out\n"
+    count = await ended(await sandbox.submit(ExecRequest(script="cat /count")))
+    assert await output(sandbox, count) == b"x\ny\n"
+
+
+async def test_running_commands_go_on_without_a_gap(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        small = await sandbox.submit(ExecRequest(script="echo before; sleep 0.3; echo after; exit 5"))
+        large = await sandbox.submit(ExecRequest(script="yes 500000; sleep 0.3; echo end"))
+        capped = await sandbox.submit(ExecRequest(script="yes 500000; sleep 0.3; echo end", max_output_bytes=1000))
+        await until(lambda: large.stdout.total == 1_000_000 and small.stdout.total > 0 and capped.stdout.total > 0)
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        assert sandbox.status().running_commands == 3
+        again = {one.number: await ended(one) for one in sandbox.commands.all()}
+        assert await output(sandbox, again[small.number]) == b"before\nafter\n"
+        assert again[small.number].result.exit_code == 5  # type: ignore[union-attr]
+        assert await output(sandbox, again[large.number]) == b"y\n" * 500_000 + b"end\n"
+        assert await output(sandbox, again[capped.number]) == b"y\n" * 500
+        assert again[capped.number].result.stdout_bytes_total == 1_000_004  # type: ignore[union-attr]
+        assert again[capped.number].result.truncated  # type: ignore[union-attr]
+
+
+async def test_stdin_goes_on_where_the_program_is(tmp_path: Path) -> None:
+    async def bytes_of(*parts: bytes) -> Any:
+        for part in parts:
+            yield part
+
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        command = await sandbox.submit(ExecRequest(script="cat", stdin=True))
+        await until(lambda: command.given)
+        status = await sandbox.commands.write_stdin(command, 0, bytes_of(b"hello "), eof=False)
+        assert status.accepted == 6
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        command = sandbox.commands.get("cmd-1")
+        await until(lambda: command.given)
+        await sandbox.commands.write_stdin(command, 3, bytes_of(b"lo wor"), eof=False)
+        with pytest.raises(ConflictError, match="gap"):
+            await sandbox.commands.write_stdin(command, 100, bytes_of(b"x"), eof=False)
+        status = await sandbox.commands.write_stdin(command, 9, bytes_of(b"ld"), eof=True)
+        assert (status.accepted, status.closed) == (11, True)
+        assert await output(sandbox, await ended(command)) == b"hello world"
+
+
+async def test_sandbox_that_died_meanwhile_is_told_as_lost(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        await sandbox.submit(ExecRequest(script="echo begun; sleep 1000", operation_id="op"))
+        await until(lambda: sandbox.commands.get("cmd-1").stdout.total > 0)
+    await backend.stop(sandbox.handle, grace_s=0)  # type: ignore[arg-type]
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        await until(lambda: not sandbox.live)
+        assert (sandbox.state, sandbox.life.end_reason) == (SandboxState.FAILED, SandboxEnd.GUEST_LOST)
+        result = sandbox.commands.get("cmd-1").result
+        assert result is not None
+        assert (result.exit_code, result.end_reason) == (None, EndReason.SANDBOX_ENDED)
+        nothing_left_over(second, tmp_path, backend)
+
+
+async def test_paused_stays_paused_and_limits_stay_limits(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        paused = await created(first)
+        await paused.pause()
+        changed = await created(first, dummy_spec(lifetime=Lifetime(ttl_running_stop=1000)))
+        await changed.update(lifetime=Lifetime(ttl_running_stop=None, ttl_max_stop=0.5), labels={"kept": "yes"})
+    async with edge(tmp_path, backend) as second:
+        assert second.get(paused.sandbox_id, project=None).state is SandboxState.PAUSED
+        found = second.get(changed.sandbox_id, project=None)
+        assert found.status().spec.labels == {"kept": "yes"}
+        await until(lambda: not found.live)
+        assert found.life.end_reason is SandboxEnd.EXPIRED_MAX
+        assert (await run(second.get(paused.sandbox_id, project=None), "exit 2")).exit_code == 2
+
+
+async def test_ended_sandboxes_and_their_results_are_still_known(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        await run(sandbox, "echo kept; yes 100000 >&2")
+        await sandbox.delete()
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        assert sandbox.status().end_reason is SandboxEnd.STOPPED
+        command = sandbox.commands.get("cmd-1")
+        assert await output(sandbox, command) == b"kept\n"
+        assert await output(sandbox, command, stderr=True) == b"y\n" * 100_000
+        assert await output(sandbox, command, offset=3) == b"t\n"
+
+
+async def test_slots_of_the_living_are_not_given_away(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        kept = [await created(first) for _ in range(3)]
+        await kept[1].delete()
+    async with edge(tmp_path, backend) as second:
+        fresh = [await created(second) for _ in range(2)]
+        assert sorted(one.slot for one in fresh) == [1, 3]
+
+
+async def test_directory_without_a_first_line_is_removed(tmp_path: Path) -> None:
+    own = tmp_path / "state" / "sandboxes" / "sbx-local-aaaaaaaaaaaaaaaa"
+    (own / "box").mkdir(parents=True)
+    (own / "journal").write_bytes(b'{"type":"crea')
+    (tmp_path / "run" / "sbx" / own.name).mkdir(parents=True)
+    async with edge(tmp_path) as one:
+        assert one.all(project=None) == []
+    assert not own.exists()
+    assert list((tmp_path / "run" / "sbx").iterdir()) == []
+
+
+async def test_unreadable_journal_stops_the_edge_with_its_place(tmp_path: Path) -> None:
+    own = tmp_path / "state" / "sandboxes" / "sbx-local-aaaaaaaaaaaaaaaa"
+    own.mkdir(parents=True)
+    (own / "journal").write_bytes(b"nonsense\n")
+    with pytest.raises(OpenDSecError, match="line 1"):
+        async with edge(tmp_path):
+            pass
+
+
+@pytest.mark.slow
+async def test_1000_sandboxes_are_adopted_in_seconds(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        await asyncio.gather(*(created(first) for _ in range(1000)))
+    begin = time.monotonic()
+    async with edge(tmp_path, backend) as second:
+        assert time.monotonic() - begin < 5
+        assert len([one for one in second.all(project=None) if one.live]) == 1000
+
+
+def test_replay_wants_a_beginning() -> None:
+    with pytest.raises(journal.JournalError):
+        recovery.replay([(0, journal.Ended(ended_at=1.0))])
