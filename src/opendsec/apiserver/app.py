@@ -26,7 +26,6 @@ from opendsec.apiserver.settings import Settings
 from opendsec.apiserver.storage import Storage
 from opendsec.server.app import make_app
 from opendsec.server.asgi import ASGIApp, Scope, principal
-from opendsec.server.auth import shared_token
 from opendsec.server.runner import listen, serve
 
 
@@ -44,9 +43,11 @@ def _project_of(scope: Scope) -> str:
 @contextlib.asynccontextmanager
 async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> AsyncIterator[ASGIApp]:
     """The ASGI app of an apiserver, with what it needs open around it."""
-    token = settings.edge_token or shared_token(settings.edge_token_file)
     edges = Edges(
-        {name: EdgeLink(name, address, token=token, patience_s=patience_s) for name, address in settings.edges.items()}
+        {
+            name: EdgeLink(name, address, token=settings.edge_token, patience_s=patience_s)
+            for name, address in settings.edges.items()
+        }
     )
     engine = await asyncio.to_thread(open_database, settings.database_url)
     storage = Storage(engine)

@@ -28,12 +28,12 @@ RequestHeaders = Sequence[tuple[bytes, bytes]]
 class EdgeLink:
     """Connections to one edge. Not for use by several event loops."""
 
-    def __init__(self, name: str, address: Address, *, token: str, patience_s: float = PATIENCE_S) -> None:
+    def __init__(self, name: str, address: Address, *, token: str = "", patience_s: float = PATIENCE_S) -> None:
         self.name = name
         self.address = address
         self.patience_s = patience_s
         self._idle: list[EdgeConnection] = []
-        self._fixed = b"host: edge\r\nauthorization: Bearer " + token.encode("ascii") + b"\r\n"
+        self._fixed = b"host: edge\r\n" + (f"authorization: Bearer {token}\r\n".encode("ascii") if token else b"")
 
     def close(self) -> None:
         """Close the idle connections."""

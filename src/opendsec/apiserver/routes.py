@@ -34,6 +34,7 @@ from opendsec.wire.contracts import (
 
 Incoming = Request[Any, Any, Any]
 Labels = FromQuery[list[str] | None]
+_LIST_QUERY = frozenset({"label", "state", "limit", "cursor"})
 InState = Annotated[str, QueryParameter(name="state")]
 
 
@@ -157,7 +158,12 @@ async def list_sandboxes(
     limit: FromQuery[int] = 100,
     cursor: FromQuery[str] = "",
 ) -> SandboxPage:
-    """`label=key=value` may be repeated (all must match); `cursor` is the last page's."""
+    """`label=key=value` may be repeated (all must match); `state` is `live` (default), `all` or states with commas
+    between; `cursor` is the last page's.
+    """
+    for name in request.query_params:
+        if name not in _LIST_QUERY:
+            raise errors.InvalidSpecError(f"{name[:80]}: no such parameter here", detail={"field": name[:80]})
     return await _parts(request).listing.page(
         project=_who(request.scope).project,
         labels=tuple(label or ()),

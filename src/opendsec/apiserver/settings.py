@@ -26,8 +26,7 @@ class Settings:
     edges: Mapping[str, Address]
     database_url: str
     edge_token: str = ""
-    """Empty: the shared file."""
-    edge_token_file: Path
+    """What edges on host:port ask for; edges behind a Unix socket need none."""
     log_level: str = "info"
 
 
@@ -53,13 +52,18 @@ def parse_edges(text: str, *, run_dir: Path) -> dict[str, Address]:
 def from_environment(environment: Mapping[str, str]) -> Settings:
     """Settings of this process. Raises InvalidSpecError naming the variable."""
     run_dir = Path(environment.get("OPENDSEC_RUN_DIR") or DEFAULT_RUN_DIR)
+    edges = parse_edges(environment.get("OPENDSEC_EDGES") or "local", run_dir=run_dir)
+    token = environment.get("OPENDSEC_EDGE_TOKEN", "")
+    if not token and any(address.path is None for address in edges.values()):
+        raise InvalidSpecError(
+            "OPENDSEC_EDGE_TOKEN: needed for an edge on host:port", detail={"field": "OPENDSEC_EDGE_TOKEN"}
+        )
     state_dir = Path(environment.get("OPENDSEC_STATE_DIR") or DEFAULT_STATE_DIR)
     return Settings(
         listen=parse_address(environment.get("OPENDSEC_LISTEN") or DEFAULT_LISTEN, field="OPENDSEC_LISTEN"),
-        edges=parse_edges(environment.get("OPENDSEC_EDGES") or "local", run_dir=run_dir),
+        edges=edges,
         database_url=environment.get("OPENDSEC_DATABASE_URL") or f"sqlite:///{database_file(state_dir)}",
-        edge_token=environment.get("OPENDSEC_EDGE_TOKEN", ""),
-        edge_token_file=run_dir / "edge.token",
+        edge_token=token,
         log_level=environment.get("OPENDSEC_LOG_LEVEL") or "info",
     )
 

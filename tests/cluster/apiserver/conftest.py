@@ -23,6 +23,13 @@ from opendsec.server.runner import Address, listen, serve
 TOKEN = "the-token-of-these-edges"
 
 
+@pytest.fixture(scope="module")
+def anyio_backend() -> tuple[str, dict[str, bool]]:
+    """The loop the servers really run on: its transports differ from asyncio's own."""
+    return "asyncio", {"use_uvloop": True}
+
+
+
 @dataclass
 class Platform:
     """What a test talks to: `client` is an admin of project `default`, `edges` are the doubles behind."""
@@ -44,7 +51,6 @@ def settings_for(folder: Path, *names: str) -> Settings:
         edges={name: Address(path=folder / f"{name}.sock") for name in names},
         database_url=f"sqlite:///{folder}/iam.sqlite3",
         edge_token=TOKEN,
-        edge_token_file=folder / "token",
     )
 
 

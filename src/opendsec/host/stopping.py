@@ -1,0 +1,145 @@
+"""Stopping the platform of one machine: sandboxes first, through the edge; then processes, layer mounts, run files.
+
+It works from any state: when the edge is gone but sandboxes of it may be left, an edge is started once more, finds
+them, and ends them.
+Nothing is signalled that is not, by pid and start time, a process of this platform.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from opendsec import errors
+from opendsec.apiserver.link import EdgeLink
+from opendsec.host import processes
+from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
+from opendsec.model.node import SandboxStatus
+from opendsec.server.runner import Address
+from opendsec.store.images import ImageStore
+from opendsec.store.mounts import LayerMounts
+from opendsec.wire import codec
+from opendsec.wire.contracts import SandboxPage
+
+EDGE_RETURNS_S = 60.0
+_AT_ONCE = 64
+
+OnProgress = Callable[[int, int], None]
+"""Called with how many sandboxes are stopped, of how many."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stopped:
+    """What was there and is gone now; `failed`: sandboxes that would not go, with the reason."""
+
+    sandboxes: int = 0
+    processes: int = 0
+    layers: int = 0
+    failed: tuple[str, ...] = ()
+
+
+def no_progress(_done: int, _total: int) -> None:
+    """Tell nobody."""
+
+
+async def stop_platform(
+    local: Local, environment: Mapping[str, str], *, on_progress: OnProgress = no_progress
+) -> Stopped:
+    """The lock must be held.
+
+    What is not there is no error; when a sandbox would not go, its edge stays to be asked again.
+    """
+    stopping = _Stopping(local, on_progress)
+    await stopping.stop_sandboxes(environment)
+    ended = await processes.end(local, APISERVER)
+    local.local_json.unlink(missing_ok=True)
+    if stopping.failed:
+        return Stopped(sandboxes=stopping.ended, processes=ended, failed=tuple(stopping.failed))
+    ended += await processes.end(local, EDGE)
+    layers = await asyncio.to_thread(_unmount_layers, local)
+    clear_run_files(local)
+    return Stopped(sandboxes=stopping.ended, processes=ended, layers=layers)
+
+
+@dataclass(slots=True)
+class _Stopping:
+    """Ends all sandboxes of the edge."""
+
+    local: Local
+    on_progress: OnProgress
+    ended: int = 0
+    total: int = 0
+    failed: list[str] = field(default_factory=list)
+
+    async def stop_sandboxes(self, environment: Mapping[str, str]) -> None:
+        """Starts the edge for it when it does not run and may have left some."""
+        if processes.pid_of(self.local, EDGE) is None:
+            if not _may_have_sandboxes(self.local):
+                return
+            _, pidfd = processes.spawn(self.local, EDGE, environment)
+            os.close(pidfd)
+        link = EdgeLink(self.local.edge, Address(path=self.local.edge_socket), patience_s=EDGE_RETURNS_S)
+        with contextlib.closing(link):
+            found = await _live(link)
+            self.total = len(found)
+            self.on_progress(0, self.total)
+            turns = asyncio.Semaphore(_AT_ONCE)
+            async with asyncio.TaskGroup() as group:
+                for status in found:
+                    group.create_task(self._stop(link, turns, status))
+
+    async def _stop(self, link: EdgeLink, turns: asyncio.Semaphore, status: SandboxStatus) -> None:
+        async with turns:
+            try:
+                await link.call("DELETE", f"/v1/sandboxes/{status.sandbox_id}", repeatable=True)
+                self.ended += 1
+            except errors.NotFoundError:
+                self.ended += 1  # it ended by itself meanwhile
+            except errors.OpenDSecError as exc:
+                self.failed.append(f"{status.sandbox_id}: {exc}")
+        self.on_progress(self.ended + len(self.failed), self.total)
+
+
+async def _live(link: EdgeLink) -> list[SandboxStatus]:
+    found: list[SandboxStatus] = []
+    cursor = ""
+    while True:
+        target = "/v1/sandboxes?limit=1000" + (f"&cursor={cursor}" if cursor else "")
+        _, body = await link.call("GET", target, repeatable=True)
+        page = codec.decode_answer(body, SandboxPage)
+        found += page.items
+        if not page.cursor:
+            return found
+        cursor = page.cursor
+
+
+def _may_have_sandboxes(local: Local) -> bool:
+    folder = local.edge_state / "sandboxes"
+    return folder.is_dir() and any(folder.iterdir())
+
+
+def _unmount_layers(local: Local) -> int:
+    root = local.run_dir / "layers"
+    if not root.is_dir():
+        return 0
+    count = LayerMounts(ImageStore(local.state_dir / "store"), root).unmount_all()
+    for left in root.iterdir():
+        left.unlink()  # its lock file
+    root.rmdir()
+    return count
+
+
+def clear_run_files(local: Local) -> None:
+    """Remove what a start made in the run directory, and the directory itself when nothing else is in it."""
+    ours = [local.local_json, local.edge_socket, local.run_dir / "up.json"]
+    ours += [local.pid_file(name) for name in (SUPERVISOR, APISERVER, EDGE)]
+    if local.address.path is not None:
+        ours.append(local.address.path)
+    for path in ours:
+        path.unlink(missing_ok=True)
+    for folder in (local.run_dir / "sbx", local.run_dir):
+        with contextlib.suppress(OSError):
+            folder.rmdir()  # not empty: somebody else's, or the lock of this very command
