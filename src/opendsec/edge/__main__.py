@@ -7,6 +7,7 @@ server.
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
     OPENDSEC_EDGE_BACKENDS     comma-separated (container)
+    OPENDSEC_EDGE_CGROUP       top control group; edges of one kernel need different ones (opendsec)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (8)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
     OPENDSEC_EDGE_MEMORY_FLOOR_MB, OPENDSEC_EDGE_DISK_FLOOR_MB    nothing is admitted below these (512, 1024)
@@ -28,6 +29,7 @@ from pathlib import Path
 
 from opendsec import errors
 from opendsec.backends.base import Backend
+from opendsec.backends.container import ContainerBackend
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.images import AnyImage, ImageSource
@@ -36,9 +38,10 @@ from opendsec.edge.server import edge_app
 from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
 from opendsec.server import logs
-from opendsec.server.auth import constant_token
+from opendsec.server.auth import Verify, constant_token
 from opendsec.server.runner import Address, listen, parse_address, run, serve
 from opendsec.store.images import ImageStore
+from opendsec.store.mounts import LayerMounts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +53,7 @@ class EdgeSettings:
     listen: Address
     token: str
     backends: tuple[BackendKind, ...]
+    cgroup: str
     node: NodeSettings
     log_level: str
 
@@ -71,6 +75,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
         listen=address,
         token=token,
         backends=_backends(environment.get("OPENDSEC_EDGE_BACKENDS", "container")),
+        cgroup=environment.get("OPENDSEC_EDGE_CGROUP", "opendsec"),
         node=NodeSettings(
             edge=edge,
             state_dir=state / "edge" / edge,
@@ -101,7 +106,7 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
 
 
 def _backends(text: str) -> tuple[BackendKind, ...]:
-    offered = {BackendKind.DUMMY}
+    offered = {BackendKind.CONTAINER, BackendKind.DUMMY}
     try:
         kinds = tuple(BackendKind(word.strip()) for word in text.split(","))
     except ValueError:
@@ -111,22 +116,30 @@ def _backends(text: str) -> tuple[BackendKind, ...]:
     return kinds
 
 
-def _make_backends(settings: EdgeSettings) -> dict[BackendKind, Backend]:
-    return {kind: DummyBackend() for kind in settings.backends}
-
-
-def _image_source(settings: EdgeSettings) -> ImageSource:
-    if settings.backends == (BackendKind.DUMMY,):
-        return AnyImage()
-    return ImageStore(settings.state_dir / "store")
-
-
 async def main(settings: EdgeSettings) -> None:
     """Serve until SIGTERM."""
-    verify = constant_token(settings.token) if settings.token else None
-    node = Node(settings.node, backends=_make_backends(settings), images=_image_source(settings), version=_version())
-    async with node:
-        await serve(edge_app(node, version=_version(), verify=verify), listen(settings.listen))
+    store = ImageStore(settings.state_dir / "store")
+    only_dummy = settings.backends == (BackendKind.DUMMY,)
+    images: ImageSource = AnyImage() if only_dummy else store
+    with LayerMounts(store, settings.run_dir / "layers") as layers:
+        backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
+        async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
+            await serve(edge_app(node, version=_version(), verify=_verify(settings)), listen(settings.listen))
+
+
+def _backend(kind: BackendKind, settings: EdgeSettings, layers: LayerMounts) -> Backend:
+    if kind is BackendKind.DUMMY:
+        return DummyBackend()
+    return ContainerBackend(
+        layers=layers,
+        state_dir=settings.node.state_dir,
+        run_dir=settings.run_dir / "edge" / settings.node.edge,
+        cgroup_root=settings.cgroup,
+    )
+
+
+def _verify(settings: EdgeSettings) -> Verify | None:
+    return constant_token(settings.token) if settings.token else None
 
 
 def _version() -> str:

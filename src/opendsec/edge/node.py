@@ -351,7 +351,12 @@ class Node:
         assert self._parts is not None
         found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root, self._trash)
         await recovery.adopt_all(
-            found, parts=self._parts, backends=self._backends, places=self._places, enrol=self._enrol_found
+            found,
+            parts=self._parts,
+            backends=self._backends,
+            unavailable=self._unavailable,
+            places=self._places,
+            enrol=self._enrol_found,
         )
         live = [one for one in self._sandboxes.values() if one.live]
         self._slots.reserve(one.slot for one in live)

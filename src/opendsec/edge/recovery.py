@@ -152,6 +152,7 @@ async def adopt_all(
     *,
     parts: Parts,
     backends: Mapping[BackendKind, Backend],
+    unavailable: Mapping[BackendKind, str],
     places: Callable[[SandboxId], Places],
     enrol: Enrol,
 ) -> None:
@@ -160,11 +161,11 @@ async def adopt_all(
 
     async def one(what: Found) -> None:
         backend = backends.get(what.created.spec.backend)
-        if backend is None:
+        if backend is None or (what.ended is None and backend.kind in unavailable):
             raise errors.BackendUnavailableError(
                 f"sandbox {what.created.sandbox_id} needs the {what.created.spec.backend.value} backend, "
-                "which this edge was not given",
-                remedy="start the edge with that backend until its sandboxes have ended",
+                "which this edge does not have: " + unavailable.get(what.created.spec.backend, "it was not given one"),
+                remedy="start the edge with that backend working until its sandboxes have ended",
             )
         sandbox = _restored(what, parts, backend, places(what.created.sandbox_id))
         enrol(sandbox, live=what.ended is None)

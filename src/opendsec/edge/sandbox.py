@@ -36,6 +36,8 @@ REMOVE_RETRY_MAX_S = 30.0
 LAST_OUTPUT_S = 1.0
 """How long a stopped guest's connection may take to deliver what is still in it."""
 RECONNECTS = 20
+RECONNECT_TRIES = 3
+"""Of one reconnect; a backend waits long for an answer each time."""
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
 NO_GUEST = "the sandbox has no guest agent yet"
@@ -421,11 +423,13 @@ class Sandbox:
         self._reconnects = [at for at in self._reconnects if now - at < RECONNECT_WINDOW_S] + [now]
         if len(self._reconnects) > RECONNECTS:
             return None
-        try:
-            return await self.backend.reconnect(handle)
-        except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
-            log.warning("reconnect_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
-            return None
+        for attempt in range(RECONNECT_TRIES):
+            try:
+                return await self.backend.reconnect(handle)
+            except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
+                fields = {"sandbox_id": self.sandbox_id, "reason": str(exc), "attempt": attempt}
+                log.warning("reconnect_failed", extra={"fields": fields})
+        return None
 
     def _why_lost(self) -> tuple[SandboxEnd, str]:
         try:
