@@ -86,16 +86,16 @@ static void exit_send(struct command *command) {
     char bytes[256];
     struct writer writer = {bytes, 0, sizeof bytes, false};
     int status = command->wait_status;
-    if (WIFEXITED(status)) write_u64(&writer, T_EXIT_CODE, (uint64_t)WEXITSTATUS(status));
-    else write_u64(&writer, T_SIGNAL, (uint64_t)WTERMSIG(status));
-    write_u64(&writer, T_REASON, command->reason);
-    write_u64(&writer, T_STDOUT_TOTAL, command->output[0].total);
-    write_u64(&writer, T_STDERR_TOTAL, command->output[1].total);
-    write_u64(&writer, T_DURATION_NS, command->end_ns - command->begin_ns);
-    write_u64(&writer, T_UTIME_US, command->user_us);
-    write_u64(&writer, T_STIME_US, command->system_us);
-    write_u64(&writer, T_MAXRSS_KB, command->max_rss_kb);
-    write_u64(&writer, T_FLAGS, command->exit_flags);
+    if (WIFEXITED(status)) write_u64(&writer, TAG_EXIT_CODE, (uint64_t)WEXITSTATUS(status));
+    else write_u64(&writer, TAG_SIGNAL, (uint64_t)WTERMSIG(status));
+    write_u64(&writer, TAG_REASON, command->reason);
+    write_u64(&writer, TAG_STDOUT_TOTAL, command->output[0].total);
+    write_u64(&writer, TAG_STDERR_TOTAL, command->output[1].total);
+    write_u64(&writer, TAG_DURATION_NS, command->end_ns - command->begin_ns);
+    write_u64(&writer, TAG_UTIME_US, command->user_us);
+    write_u64(&writer, TAG_STIME_US, command->system_us);
+    write_u64(&writer, TAG_MAXRSS_KB, command->max_rss_kb);
+    write_u64(&writer, TAG_FLAGS, command->exit_flags);
     frame_send(FRAME_EXIT, command->id, 0, bytes, writer.length);
     command->exit_sent = true;
 }
@@ -103,8 +103,8 @@ static void exit_send(struct command *command) {
 static void started_send(struct command *command) {
     char bytes[64];
     struct writer writer = {bytes, 0, sizeof bytes, false};
-    write_u64(&writer, T_PID, (uint64_t)command->pid);
-    write_u64(&writer, T_FLAGS, command->say_known);
+    write_u64(&writer, TAG_PID, (uint64_t)command->pid);
+    write_u64(&writer, TAG_FLAGS, command->say_known);
     frame_send(FRAME_STARTED, command->id, 0, bytes, writer.length);
     command->say_started = false;
 }

@@ -61,14 +61,14 @@ static bool stdin_frame(struct command *command, const struct header *header, co
 
 static bool kill_frame(struct command *command, char *payload, size_t length) {
     uint64_t grace_ms = command->grace_ms;
-    if (!number_of(payload, length, T_GRACE_MS, &grace_ms)) return false;
+    if (!number_of(payload, length, TAG_GRACE_MS, &grace_ms)) return false;
     command_end_tree(command, REASON_KILLED, grace_ms);
     return true;
 }
 
 static bool signal_frame(struct command *command, char *payload, size_t length) {
     uint64_t number = 0;
-    if (!number_of(payload, length, T_SIGNAL, &number) || number == 0 || number > 64) return false;
+    if (!number_of(payload, length, TAG_SIGNAL, &number) || number == 0 || number > 64) return false;
     if (command->exited) return true;
     if (command->is_terminal && terminal_signal(command->output[0].source.fd, (int)number)) return true;
     if (command->session) session_signal(command, (int)number);
@@ -78,7 +78,7 @@ static bool signal_frame(struct command *command, char *payload, size_t length) 
 
 static bool resize_frame(struct command *command, char *payload, size_t length) {
     uint64_t rows = 0, columns = 0;
-    if (!number_of(payload, length, T_ROWS, &rows) || !number_of(payload, length, T_COLS, &columns)) return false;
+    if (!number_of(payload, length, TAG_ROWS, &rows) || !number_of(payload, length, TAG_COLS, &columns)) return false;
     if (command->is_terminal && command->output[0].source.fd >= 0)
         terminal_resize(command->output[0].source.fd, rows, columns);
     return true;
@@ -112,12 +112,12 @@ void command_list(uint32_t id) {
     for (struct command *command = command_each(NULL); command; command = command_each(command)) {
         char bytes[128];
         struct writer writer = {bytes, 0, sizeof bytes, false};
-        write_u64(&writer, T_PID, (uint64_t)command->pid);
-        write_u64(&writer, T_FLAGS, command->ended);
-        write_u64(&writer, T_STDOUT_BASE, command->output[0].base);
-        write_u64(&writer, T_STDERR_BASE, command->output[1].base);
-        write_u64(&writer, T_STDOUT_TOTAL, command->output[0].total);
-        write_u64(&writer, T_STDERR_TOTAL, command->output[1].total);
+        write_u64(&writer, TAG_PID, (uint64_t)command->pid);
+        write_u64(&writer, TAG_FLAGS, command->ended);
+        write_u64(&writer, TAG_STDOUT_BASE, command->output[0].base);
+        write_u64(&writer, TAG_STDERR_BASE, command->output[1].base);
+        write_u64(&writer, TAG_STDOUT_TOTAL, command->output[0].total);
+        write_u64(&writer, TAG_STDERR_TOTAL, command->output[1].total);
         frame_send(FRAME_COMMAND, command->id, 0, bytes, writer.length);
     }
     frame_send(FRAME_END, id, 0, NULL, 0);

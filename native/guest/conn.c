@@ -120,9 +120,9 @@ void frame_send(uint8_t type, uint32_t id, uint8_t flags, const void *payload, s
 
 static size_t error_write(char *bytes, size_t room, const char *code, int error, const char *message) {
     struct writer writer = {bytes, 0, room, false};
-    write_text(&writer, T_CODE, code);
-    write_u64(&writer, T_ERRNO, (uint64_t)error);
-    write_text(&writer, T_MESSAGE, message);
+    write_text(&writer, TAG_CODE, code);
+    write_u64(&writer, TAG_ERRNO, (uint64_t)error);
+    write_text(&writer, TAG_MESSAGE, message);
     return writer.length;
 }
 
@@ -173,7 +173,7 @@ static void conn_greet(struct conn *conn, char *payload, size_t length) {
     struct field field;
     uint64_t version = 0;
     while (field_next(&cursor, &field))
-        if (field.tag == T_VERSION && !field_u64(&cursor, &field, &version)) break;
+        if (field.tag == TAG_VERSION && !field_u64(&cursor, &field, &version)) break;
     if (cursor.bad) return conn_refuse(conn, "protocol", "HELLO is not made of fields");
     if (version != PROTOCOL_VERSION) return conn_refuse(conn, "version", "this guest agent speaks version 1 only");
     for (struct conn *other = conns; other; other = other->next) {

@@ -43,10 +43,10 @@ void dispatch_hello(void) {
     static const char *const capabilities[] = {"files", "sessions", "terminals", "dial", "watch", "trees"};
     char bytes[512];
     struct writer writer = {bytes, 0, sizeof bytes, false};
-    write_u64(&writer, T_VERSION, PROTOCOL_VERSION);
-    write_text(&writer, T_AGENT, AGENT_NAME);
-    write_bytes(&writer, T_BOOT_ID, boot_id, sizeof boot_id);
-    for (size_t i = 0; i < sizeof capabilities / sizeof *capabilities; i++) write_text(&writer, T_CAPS, capabilities[i]);
-    if (tree_has_cgroups()) write_text(&writer, T_CAPS, "cgroup");
+    write_u64(&writer, TAG_VERSION, PROTOCOL_VERSION);
+    write_text(&writer, TAG_AGENT, AGENT_NAME);
+    write_bytes(&writer, TAG_BOOT_ID, boot_id, sizeof boot_id);
+    for (size_t i = 0; i < sizeof capabilities / sizeof *capabilities; i++) write_text(&writer, TAG_CAPS, capabilities[i]);
+    if (tree_has_cgroups()) write_text(&writer, TAG_CAPS, "cgroup");
     frame_send(FRAME_HELLO, 0, 0, bytes, writer.length);
 }

@@ -17,6 +17,7 @@
 #include <malloc.h>
 #endif
 
+#include "call.h"
 #include "conn.h"
 #include "loop.h"
 #include "output.h"
@@ -89,6 +90,7 @@ static void become_the_last_to_go(void) {
 static void trim(void) {
     output_trim();
     conn_trim();
+    call_trim();
 #ifdef __GLIBC__
     malloc_trim(0);
 #endif

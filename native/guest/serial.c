@@ -43,7 +43,7 @@ void serial_closed(int fd) {
 static bool may_be_hello(const unsigned char *at, size_t length) {
     unsigned char want[HELLO_PATTERN] = {0};
     want[8] = FRAME_HELLO;
-    want[HEADER_BYTES] = T_VERSION;
+    want[HEADER_BYTES] = TAG_VERSION;
     want[HEADER_BYTES + 4] = 8;
     if (length > HELLO_PATTERN) length = HELLO_PATTERN;
     for (size_t i = 0; i < length; i++) {

@@ -38,7 +38,7 @@ bool shutdown_begin(char *payload, size_t length) {
     struct cursor cursor = {payload, payload + length, false};
     uint64_t grace_ms = 0;
     for (struct field field; field_next(&cursor, &field);) {
-        if (field.tag == T_GRACE_MS && !field_u64(&cursor, &field, &grace_ms)) return false;
+        if (field.tag == TAG_GRACE_MS && !field_u64(&cursor, &field, &grace_ms)) return false;
     }
     if (cursor.bad) return false;
     if (grace_ms > 3600000) grace_ms = 3600000;

@@ -14,8 +14,8 @@ struct text {
 static bool count_lists(struct start *start, struct cursor cursor) {
     struct field field;
     while (field_next(&cursor, &field)) {
-        start->argc += field.tag == T_ARGV;
-        start->env_count += field.tag == T_ENV;
+        start->argc += field.tag == TAG_ARGV;
+        start->env_count += field.tag == TAG_ENV;
     }
     return !cursor.bad;
 }
@@ -23,11 +23,11 @@ static bool count_lists(struct start *start, struct cursor cursor) {
 static void take_number(struct start *start, struct cursor *cursor, const struct field *field) {
     uint64_t *where = NULL;
     switch (field->tag) {
-        case T_FLAGS: where = &start->flags; break;
-        case T_ROWS: where = &start->rows; break;
-        case T_COLS: where = &start->columns; break;
-        case T_TIMEOUT_MS: where = &start->timeout_ms; break;
-        case T_GRACE_MS: where = &start->grace_ms; break;
+        case TAG_FLAGS: where = &start->flags; break;
+        case TAG_ROWS: where = &start->rows; break;
+        case TAG_COLS: where = &start->columns; break;
+        case TAG_TIMEOUT_MS: where = &start->timeout_ms; break;
+        case TAG_GRACE_MS: where = &start->grace_ms; break;
         default: return;
     }
     field_u64(cursor, field, where);
@@ -35,15 +35,15 @@ static void take_number(struct start *start, struct cursor *cursor, const struct
 
 static void take_text(struct start *start, const struct field *field, size_t *argc, size_t *env_count) {
     switch (field->tag) {
-        case T_SCRIPT:
+        case TAG_SCRIPT:
             start->script = field->data;
             start->script_length = field->length;
             break;
-        case T_ARGV: start->argv[(*argc)++] = field->data; break;
-        case T_ENV: start->env[(*env_count)++] = field->data; break;
-        case T_CWD: start->cwd = field->data; break;
-        case T_USER: start->user = field->data; break;
-        case T_SESSION: start->session = field->data; break;
+        case TAG_ARGV: start->argv[(*argc)++] = field->data; break;
+        case TAG_ENV: start->env[(*env_count)++] = field->data; break;
+        case TAG_CWD: start->cwd = field->data; break;
+        case TAG_USER: start->user = field->data; break;
+        case TAG_SESSION: start->session = field->data; break;
         default: return;
     }
     if (memchr(field->data, '\0', field->length)) start->problem = "a NUL byte in SCRIPT, ARGV, ENV, CWD, USER or SESSION";

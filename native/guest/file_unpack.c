@@ -1,0 +1,3 @@
+#include <errno.h>
+#include "worker.h"
+void file_unpack(struct request *request) { worker_fail_with(ENOSYS, request->path); }
