@@ -115,6 +115,8 @@ async def test_list_follows_cursors_and_filters(server: FakeServer, client: open
     assert len([status async for status in client.list(page_size=2)]) == 5
     assert len([status async for status in client.list(labels={"n": "0", "group": "a/b"})]) == 3
     assert [status async for status in client.list(state="stopped")] == []
+    with pytest.raises(opendsec.InvalidSpecError, match="creating, running"):
+        await anext(client.list(state="up"))
 
 
 async def test_update_keeps_what_is_not_given(client: opendsec.DSecClient) -> None:

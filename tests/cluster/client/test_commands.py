@@ -189,6 +189,27 @@ async def test_streams_can_be_read_apart(
     assert await process.stdout.read() == b""
 
 
+async def test_readers_and_waiters_of_one_process_do_not_block_each_other(
+    server: FakeServer, sandbox: opendsec.Sandbox
+) -> None:
+    server.programs["x"] = Program(holds=True, stdout=BIG, stderr=b"e" * 1000)
+    process = await sandbox.commands.start("x")
+    read: dict[str, bytes] = {}
+
+    async def reader(name: str, stream: opendsec.ProcessOutput) -> None:
+        read[name] = await stream.read()
+
+    async with anyio.create_task_group() as group:
+        group.start_soon(reader, "out", process.stdout)
+        group.start_soon(reader, "err", process.stderr)
+        with anyio.fail_after(2):
+            with pytest.raises(opendsec.DeadlineError):
+                await process.wait(timeout=0.2)
+        await process.kill()
+        await process.wait()
+    assert read == {"out": BIG, "err": b"e" * 1000}
+
+
 async def test_attach_continues_from_offsets(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
     server.programs["x"] = Program(stdout=b"0123456789")
     started = await sandbox.commands.start(["x"])

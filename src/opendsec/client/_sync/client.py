@@ -182,7 +182,9 @@ class DSecClient:
         page_size: int = 200,
     ) -> Iterator[SandboxStatus]:
         """All sandboxes of your project with all these labels and in this state, page by page."""
-        wanted = "" if state is None else f"&state={SandboxState(state)}"
+        if state is not None and state not in set(SandboxState):
+            raise InvalidSpecError(f"state: {state!r} is not of {', '.join(SandboxState)}", detail={"field": "state"})
+        wanted = "" if state is None else f"&state={state}"
         pairs = [
             target("x", query={"label": f"{key}={value}"}).partition("?")[2] for key, value in (labels or {}).items()
         ]

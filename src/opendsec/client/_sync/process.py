@@ -13,11 +13,12 @@ import codecs
 import time
 from collections import deque
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from opendsec.client._sync.follow import STDERR, STDOUT, Chunk, Follower
 from opendsec.client._sync.transport import Transport, target
-from opendsec.client.concurrency import Lock, pause
-from opendsec.errors import ConflictError
+from opendsec.client.concurrency import Gate, Lock, pause
+from opendsec.errors import ConflictError, DeadlineError
 from opendsec.model.command import CommandResult, CommandStatus, PtySize
 from opendsec.wire.contracts import SignalRequest, StdinStatus
 
@@ -126,12 +127,14 @@ class Process:
         self._transport = transport
         self._sandbox_id = sandbox_id
         self._follower = follower
-        self._lock = Lock()
+        self._gate = Gate(1)
         self._buffers: tuple[deque[bytes], deque[bytes]] = (deque(), deque())
         self._buffered = [0, 0]
         self._wanted = list(follower.offsets)
         self._dropped = [False, False]
         self._result: CommandResult | None = None
+        self._at_end = False
+        """Everything before the result has been taken from the follower."""
         self.id: str = follower.command_id
         """Id of the command; `sandbox.commands.attach(id)` finds it again, from any process."""
         self.stdin = ProcessInput(transport, sandbox_id, self.id, is_open=stdin)
@@ -152,12 +155,9 @@ class Process:
         return self._wanted[STDOUT], self._wanted[STDERR]
 
     def read_output(self, stream: int) -> bytes:
-        """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command.
-
-        Both may be read at the same time: whoever pulls an event lets the other look at it before pulling again.
-        """
+        """The next bytes of one stream (0 stdout, 1 stderr); b"" at the end of the command."""
         while True:
-            with self._lock:
+            with self._turn(None):
                 if self._buffers[stream]:
                     data = self._buffers[stream].popleft()
                     self._buffered[stream] -= len(data)
@@ -165,7 +165,7 @@ class Process:
                     return data
                 if self._dropped[stream]:
                     self._rewind()
-                elif self._follower.finished:
+                elif self._at_end:
                     return b""
                 self._pull(deadline=None, reading=stream)
 
@@ -175,10 +175,22 @@ class Process:
         Raises DeadlineError when it is not over in time; the command goes on and you may wait again.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self._lock:
-            while self._result is None:
-                self._pull(deadline=deadline, reading=None)
-            return self._result
+        while self._result is None:
+            with self._turn(deadline):
+                if self._result is None:
+                    self._pull(deadline=deadline, reading=None)
+        return self._result
+
+    @contextmanager
+    def _turn(self, deadline: float | None) -> Iterator[None]:
+        """One at a time takes the next event; readers and waiters of one Process alternate."""
+        left = None if deadline is None else max(0.0, deadline - time.monotonic())
+        if not self._gate.enter(left):
+            raise DeadlineError("the command was not over in time")
+        try:
+            yield
+        finally:
+            self._gate.leave()
 
     def status(self) -> CommandStatus:
         """What the platform knows of it now."""
@@ -207,7 +219,7 @@ class Process:
     def _pull(self, *, deadline: float | None, reading: int | None) -> None:
         event = self._follower.next_event(deadline=deadline)
         if isinstance(event, CommandResult):
-            self._result = event
+            self._result, self._at_end = event, True
         if not isinstance(event, Chunk):
             return
         stream = event.stream
@@ -227,6 +239,7 @@ class Process:
             self._buffers[stream].clear()
             self._buffered[stream] = 0
             self._dropped[stream] = False
+        self._at_end = False
         self._follower.restart_from(self._wanted[STDOUT], self._wanted[STDERR])
 
     def _target(self, *parts: str, grace: float | None = None) -> str:
