@@ -1,6 +1,6 @@
-"""The project the demonstration works on: cachetools as published on PyPI, pinned by version and digest.
+"""The project the demonstration works on: simpleeval as published on PyPI, pinned by version and digest.
 
-It is pure Python, has no dependencies, and its 476 tests need nothing but unittest. pip fetches the source archive
+It is pure Python, has no dependencies, and its 160 tests need nothing but unittest. pip fetches the source archive
 once; later runs take it from the cache.
 """
 
@@ -14,23 +14,26 @@ from pathlib import Path, PurePosixPath
 
 from opendsec.errors import ConnectError, DigestMismatchError, OpenDSecError
 
-NAME = "cachetools"
-VERSION = "8.0.2"
-SHA256 = "30ac523adfc118b51d2b2e7bad8a0ddb31370dfe2700c7f10ca224f36ccf81e0"
+NAME = "simpleeval"
+VERSION = "1.0.8"
+SHA256 = "b417f869c11f2de034eb919820a825f35d12ce99f63a43971947ce73679eb9ba"
 ARCHIVE = f"{NAME}-{VERSION}.tar.gz"
 
-TEST_COMMAND = "PYTHONPATH=src python3 -m unittest -q"
+TEST_COMMAND = "python3 -m unittest -q"
 PATCH_COMMAND = "git apply --verbose -"
 BREAKING_PATCH = """\
---- a/src/cachetools/__init__.py
-+++ b/src/cachetools/__init__.py
-@@ -376,3 +376,3 @@
-         try:
--            key = next(iter(self.__order))
-+            key = next(reversed(self.__order))
-         except StopIteration:
+--- a/simpleeval.py
++++ b/simpleeval.py
+@@ -454,6 +454,6 @@
+     if abs(a) > MAX_POWER or abs(b) > MAX_POWER:
+         raise NumberTooHigh(f"Sorry! I don't want to evaluate {a} ** {b}")
+-    return a**b
++    return a * b
+
+
+ def safe_mult(a, b):  # pylint: disable=invalid-name
 """
-"""Makes the least-recently-used cache throw away what was used last."""
+"""Makes its power operator multiply."""
 
 FETCH_TIMEOUT_S = 120.0
 

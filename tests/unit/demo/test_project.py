@@ -36,5 +36,5 @@ def test_an_entry_that_leads_outside_is_refused(tmp_path: Path, name: str) -> No
 
 
 def test_another_archive_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(DigestMismatchError, match=r"is not cachetools"):
+    with pytest.raises(DigestMismatchError, match=r"is not simpleeval"):
         project.check_digest(archive(tmp_path, {"p/a": b""}))

@@ -7,7 +7,7 @@ import pytest
 from opendsec.demo.rounds import Attempt, Report, SuiteRun, verdict
 
 
-def suite(exit_code: int | None, *, tests: int = 476, reason: str = "exited") -> SuiteRun:
+def suite(exit_code: int | None, *, tests: int = 160, reason: str = "exited") -> SuiteRun:
     return SuiteRun(exit_code=exit_code, end_reason=reason, tests=tests, seconds=1.0, tail="")
 
 
