@@ -21,8 +21,8 @@ from types import TracebackType
 from typing import Self
 
 from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
-from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, UMOUNT_NOFOLLOW, mount, umount2
-from opendsec.linux.mount import MountEntry, mountinfo
+from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
+from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
 from opendsec.model.image import Image
 from opendsec.store.images import ImageStore
 from opendsec.store.manifest import hex_of
@@ -127,20 +127,16 @@ def check_adoptable(present: MountEntry, blob: Path) -> None:
         )
 
 
-def mount_erofs(blob: Path, target: Path) -> bool:
-    """Mount an EROFS file without a loop device; True when with `directio` (else its pages are cached twice)."""
+def mount_erofs(blob: Path, target: Path) -> None:
+    """Mount an EROFS file at a directory, in one step: it is never there without its content."""
     try:
-        try:
-            mount(str(blob), str(target), _EROFS, MS_RDONLY, "directio")
-            return True
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        # Kernels before 6.15 do not know the option; for a damaged file the second try fails, too.
-        mount(str(blob), str(target), _EROFS, MS_RDONLY)
-        return False
+        tree = erofs(blob)
     except OSError as error:
         raise _mount_failed(error, blob) from error
+    try:
+        attach(tree, target)
+    finally:
+        os.close(tree)
 
 
 def _mount_failed(error: OSError, blob: Path) -> Exception:

@@ -162,8 +162,9 @@ def _check_digest(descriptor: Descriptor, size: int, found: str, *, label: str =
 
 
 def _open_regular(path: Path, *, label: str = "") -> BinaryIO:
+    """Without waiting for the writer of a FIFO that lies in the place of a blob."""
     try:
-        file = path.open("rb")
+        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
     except FileNotFoundError as error:
         raise ImageInvalidError(f"{label or path.name[:80]} is missing from the layout") from error
     if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):

@@ -38,6 +38,8 @@ class Source:
 def parse_source(text: str) -> Source:
     """The source meant by `text`. InvalidSpecError naming the field `source` when nothing usable is there."""
     prefix, separator, rest = text.partition(":")
+    if not text or (separator and not rest):
+        raise _bad(f"{text!r} names nothing")
     if separator and prefix in {kind.value for kind in SourceKind}:
         return _said(SourceKind(prefix), rest)
     path = Path(text)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import bz2
 import gzip
 import io
+import json
 import lzma
 import os
 import subprocess
@@ -32,7 +33,18 @@ def imported(store: ImageStore, name: str, source: str, config: ImageConfig | No
 
 
 def by_tar(tree: Path, archive: Path, *options: str) -> Path:
-    command = ["tar", "--format=pax", "--xattrs", "--xattrs-include=*", *options, "-C", tree, "-cf", archive, "."]
+    command = [
+        "tar",
+        "--format=pax",
+        "--xattrs",
+        "--xattrs-include=*",
+        *options,
+        "-C",
+        str(tree),
+        "-cf",
+        str(archive),
+        ".",
+    ]
     subprocess.run(command, check=True, timeout=60)
     return archive
 
@@ -125,8 +137,6 @@ def test_layers_of_every_compression(store: ImageStore, disk: Path) -> None:
         maker = LayoutMaker(disk / suffix)
         image = maker.image([tar])
         manifest = (maker.root / "blobs/sha256" / image["digest"][7:]).read_text()
-        import json
-
         fields = json.loads(manifest) | {"layers": [maker.blob(content, kind + suffix)]}
         maker.index([maker.json(fields, image["mediaType"])])
         assert imported(store, suffix[1:], str(maker.root)).layers == plain.layers

@@ -236,7 +236,7 @@ def test_holes_stay_holes(disk: Path) -> None:
         sparse.seek(50 << 20)
         sparse.write(b"end")
         sparse.truncate(60 << 20)
-    command = ["tar", "--sparse", "--format=pax", "-C", disk, "-cf", disk / "layer.tar", "sparse"]
+    command = ["tar", "--sparse", "--format=pax", "-C", str(disk), "-cf", str(disk / "layer.tar"), "sparse"]
     subprocess.run(command, check=True, timeout=30)
     maker = LayoutMaker(disk / "layout")
     maker.index([maker.image([(disk / "layer.tar").read_bytes()])])

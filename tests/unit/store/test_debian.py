@@ -1,0 +1,118 @@
+"""The plan of a Debian build: recipes, sources, arguments, and the date of a package index. No mmdebstrap needed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opendsec.errors import ImageInvalidError, InvalidSpecError
+from opendsec.model.image import ImageConfig
+from opendsec.store.debian import (
+    RECIPE_LABEL,
+    DebianRecipe,
+    already_built,
+    build_arguments,
+    build_debian,
+    check_recipe,
+    image_config,
+    index_date,
+    public_sources,
+    recipe_digest,
+    sources_from_index,
+)
+from opendsec.store.images import ImageStore
+
+LISTING = [
+    "http://mirror.example/debian/ bookworm main",
+    "http://mirror.example/debian/ bookworm main",
+    "http://mirror.example/debian/ bookworm contrib",
+    "http://mirror.example/debian/ bookworm-updates main",
+    "http://mirror.example/security/ bookworm-security main",
+    "https://deb.nodesource.com/node_20.x/ nodistro main",
+    "http://archive.ubuntu.com/ubuntu/ jammy main",
+    "not a line",
+]
+
+
+def test_own_mirrors_of_the_suite_only() -> None:
+    assert sources_from_index(LISTING, "bookworm") == [
+        "deb http://mirror.example/debian/ bookworm main",
+        "deb http://mirror.example/debian/ bookworm-updates main",
+        "deb http://mirror.example/security/ bookworm-security main",
+    ]
+    assert sources_from_index(LISTING, "trixie") == []
+    assert sources_from_index(["http://x/ bookworm-updates main"], "bookworm") == []
+
+
+def test_the_image_gets_public_sources() -> None:
+    assert public_sources("bookworm") == [
+        "deb http://deb.debian.org/debian bookworm main",
+        "deb http://deb.debian.org/debian bookworm-updates main",
+        "deb http://deb.debian.org/debian-security bookworm-security main",
+    ]
+    assert public_sources("sid") == ["deb http://deb.debian.org/debian sid main"]
+
+
+def test_equal_requests_have_equal_recipes() -> None:
+    one = DebianRecipe(include=("git", "gcc"))
+    assert recipe_digest(one) == recipe_digest(DebianRecipe(include=("gcc", "git", "git")))
+    others = [DebianRecipe(include=("git",)), DebianRecipe(include=("git", "gcc"), suite="trixie")]
+    others.append(DebianRecipe(include=("git", "gcc"), mirror="http://m/"))
+    assert len({recipe_digest(recipe) for recipe in (one, *others)}) == 4
+
+
+def test_arguments(tmp_path: Path) -> None:
+    arguments = build_arguments(DebianRecipe(include=("git", "gcc", "git")), ["deb http://m/ bookworm main"], tmp_path)
+    assert "--include=gcc,git" in arguments
+    assert arguments[-3:] == ["bookworm", str(tmp_path), "deb http://m/ bookworm main"]
+    bare = build_arguments(DebianRecipe(include=()), [], tmp_path)
+    assert not [argument for argument in bare if argument.startswith("--include")]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "field"),
+    [
+        (DebianRecipe(suite="../x"), "suite"),
+        (DebianRecipe(suite="--simulate"), "suite"),
+        (DebianRecipe(include=("git,gcc",)), "include"),
+        (DebianRecipe(include=("$(reboot)",)), "include"),
+        (DebianRecipe(include=("--help",)), "include"),
+        (DebianRecipe(mirror="not an address"), "mirror"),
+        (DebianRecipe(mirror="http://x y"), "mirror"),
+    ],
+)
+def test_bad_requests_name_the_field(recipe: DebianRecipe, field: str) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        check_recipe(recipe)
+    assert caught.value.detail == {"field": field}
+
+
+def test_good_package_names() -> None:
+    check_recipe(
+        DebianRecipe(include=("g++", "libstdc++-12-dev", "python3.11", "libc6:i386", "git=1:2.39.5-0+deb12u2"))
+    )
+
+
+def test_the_same_request_is_answered_from_the_store(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path)
+    recipe = DebianRecipe(include=("git",))
+    with store.staging() as work:
+        (work / "layer").write_bytes(b"x")
+        built = store.publish("d", layers=[store.stage_layer(work / "layer")], config=image_config(recipe))
+    assert build_debian(store, "d", recipe) == built
+    assert already_built(store, "d", DebianRecipe(include=("gcc",))) is None
+    assert already_built(store, "other", recipe) is None
+    assert built.config.labels[RECIPE_LABEL] == recipe_digest(recipe)
+    assert isinstance(built.config, ImageConfig)
+
+
+def test_the_newest_index_dates_the_image(tmp_path: Path) -> None:
+    (tmp_path / "a_InRelease").write_text(
+        "Origin: Debian\nDate: Sat, 09 Aug 2025 09:25:43 UTC\nDate: Thu, 01 Jan 1970\n"
+    )
+    (tmp_path / "b_Release").write_text("Date: Sun, 10 Aug 2025 00:00:00 UTC\n")
+    (tmp_path / "c_Packages").write_text("Date: Fri, 01 Jan 2100 00:00:00 UTC\n")
+    assert index_date(tmp_path) == 1_754_784_000
+    with pytest.raises(ImageInvalidError, match="no package index"):
+        index_date(tmp_path / "none")

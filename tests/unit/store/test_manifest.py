@@ -1,0 +1,86 @@
+"""Manifests and tags: canonical, exact, and refused when damaged."""
+
+from __future__ import annotations
+
+import json
+import string
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from opendsec.errors import ImageInvalidError
+from opendsec.model.image import ImageConfig, Layer, LayerRole
+from opendsec.store.manifest import (
+    Tag,
+    decode_manifest,
+    decode_tag,
+    encode_manifest,
+    encode_tag,
+    name_of_tag_file,
+    tag_file_name,
+)
+
+TEXT = st.text(st.characters(exclude_characters="\0"), max_size=20)
+LAYERS = st.lists(
+    st.builds(
+        Layer,
+        digest=st.text("0123456789abcdef", min_size=64, max_size=64).map("sha256:{}".format),
+        size_bytes=st.integers(0, 1 << 60),
+        role=st.sampled_from(LayerRole),
+    ),
+    max_size=3,
+).map(tuple)
+CONFIGS = st.builds(
+    ImageConfig,
+    env=st.dictionaries(TEXT, TEXT, max_size=4),
+    workdir=TEXT,
+    user=TEXT,
+    entrypoint=st.lists(TEXT, max_size=3).map(tuple),
+    cmd=st.lists(TEXT, max_size=3).map(tuple),
+    labels=st.dictionaries(TEXT, TEXT, max_size=3),
+)
+
+
+@given(LAYERS, CONFIGS)
+def test_round_trip_keeps_everything_and_the_order(layers: tuple[Layer, ...], config: ImageConfig) -> None:
+    encoded = encode_manifest(layers, config)
+    assert decode_manifest(encoded) == (layers, config)
+    assert list(decode_manifest(encoded)[1].env) == list(config.env)
+    assert encode_manifest(*decode_manifest(encoded)) == encoded
+
+
+def test_order_of_env_counts_and_of_labels_does_not() -> None:
+    def encoded(**fields: dict[str, str]) -> bytes:
+        return encode_manifest((), ImageConfig(**fields))  # type: ignore[arg-type]
+
+    assert encoded(env={"a": "1", "b": "2"}) != encoded(env={"b": "2", "a": "1"})
+    assert encoded(labels={"a": "1", "b": "2"}) == encoded(labels={"b": "2", "a": "1"})
+
+
+@given(st.text(string.ascii_letters + string.digits + "._:/@-", min_size=1, max_size=255))
+def test_tag_file_names_are_names_and_come_back(name: str) -> None:
+    file_name = tag_file_name(name)
+    assert "/" not in file_name
+    assert len(file_name) == len(name)
+    assert name_of_tag_file(file_name) == name
+
+
+def test_tags_come_back() -> None:
+    tag = Tag(digest="sha256:" + "0" * 64, created_at=1.25, source="oci:/x y\n")
+    assert decode_tag(encode_tag(tag), name="x") == tag
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema":2}', b'{"schema":1}', b"null"])
+def test_damage_is_named(content: bytes) -> None:
+    with pytest.raises(ImageInvalidError, match="damaged manifest"):
+        decode_manifest(content)
+    with pytest.raises(ImageInvalidError, match="tag of image 'x' is damaged"):
+        decode_tag(content, name="x")
+
+
+def test_an_unknown_role_is_damage() -> None:
+    fields = json.loads(encode_manifest((Layer(digest="sha256:" + "0" * 64, size_bytes=1),), ImageConfig()))
+    fields["layers"][0]["role"] = "attic"
+    with pytest.raises(ImageInvalidError, match="attic"):
+        decode_manifest(json.dumps(fields).encode())
