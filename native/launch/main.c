@@ -230,6 +230,7 @@ int main(void)
         answer_failure(0, "launcher", errno, "set up");
         return 1;
     }
+    answer_success(0, getpid(), -1);
     serve();
     for (unsigned i = 0; i < max_active; i++)
         if (starts[i].pid != 0)

@@ -219,6 +219,7 @@ class _Process:
     pid: int
     pidfd: int
     sock: socket.socket
+    ready: asyncio.Future[None]
 
 
 @dataclass(slots=True, eq=False)
@@ -254,10 +255,17 @@ class Launcher:
         await self.close()
 
     async def start(self) -> None:
-        """Start the launcher process. Raises OSError when its program is missing (build it with `make -C native
-        install`).
+        """Start the launcher process and wait until it is ready.
+
+        Raises OSError when its program is missing (build it with `make -C native install`), LaunchError when it cannot
+        work on this host.
         """
-        self._start_process()
+        current = self._start_process()
+        try:
+            await asyncio.shield(current.ready)
+        except LaunchError:
+            self._lose_process(current)
+            raise
 
     async def close(self) -> None:
         """End the launcher process. Launches under way fail; sandboxes stay."""
@@ -283,18 +291,24 @@ class Launcher:
         self._flush()
         try:
             return await answer
-        except (asyncio.CancelledError, LaunchError):
+        except asyncio.CancelledError:
             kill_cgroup(plan.cgroup2)
-            self._abandon(seq)
+            self._abandon(seq, answer)
+            raise
+        except LaunchError as error:
+            if error.step == "launcher":
+                kill_cgroup(plan.cgroup2)
             raise
 
-    def _abandon(self, seq: int) -> None:
+    def _abandon(self, seq: int, answer: asyncio.Future[Launched]) -> None:
         """Not sent: it never will be. Sent: its answer still comes, and a sandbox in it is killed then (`_settle`)."""
         if seq in self._unsent:
             self._unsent.remove(seq)
         self._pending.pop(seq, None)
+        if answer.done() and not answer.cancelled() and answer.exception() is None:
+            os.close(answer.result().pidfd)  # it came in the same turn of the loop as the cancellation
 
-    def _start_process(self) -> None:
+    def _start_process(self) -> _Process:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             ours.setblocking(False)
@@ -304,8 +318,10 @@ class Launcher:
             except BaseException:
                 ours.close()
                 raise
-        self._process = _Process(pid, pidfd, ours)
-        asyncio.get_running_loop().add_reader(ours.fileno(), self._read, self._process)
+        loop = asyncio.get_running_loop()
+        self._process = _Process(pid, pidfd, ours, loop.create_future())
+        loop.add_reader(ours.fileno(), self._read, self._process)
+        return self._process
 
     def _flush(self) -> None:
         """Send what the socket takes now; the rest when it is writable again."""
@@ -345,7 +361,11 @@ class Launcher:
             if not packet:
                 self._lose_process(current)
                 return
-            self._settle(parse_answer(packet), fds)
+            answer = parse_answer(packet)
+            if answer["seq"] == "0":
+                _settle_ready(current.ready, answer)
+            else:
+                self._settle(answer, fds)
 
     def _settle(self, answer: Mapping[str, str], fds: list[int]) -> None:
         pending = self._pending.pop(int(answer["seq"]), None)
@@ -357,7 +377,7 @@ class Launcher:
             process.send_signal(fds[0])
             os.close(fds[0])
         elif wanted and pending is not None:
-            pending.answer.set_exception(LaunchError(answer["step"], int(answer["errno"]), answer["message"]))
+            pending.answer.set_exception(_error(answer))
 
     def _lose_process(self, current: _Process) -> None:
         if self._process is current:
@@ -375,12 +395,30 @@ class Launcher:
         current.sock.close()
         os.waitpid(current.pid, 0)
         os.close(current.pidfd)
+        error = LaunchError("launcher", errno_numbers.EPIPE, f"the launcher process {how} before it had answered")
+        if not current.ready.done():
+            current.ready.set_exception(error)
+            current.ready.exception()  # seen: whoever launches gets it
+        elif isinstance(unable := current.ready.exception(), LaunchError):
+            error = unable
         self._unsent.clear()
         pending, self._pending = self._pending, {}
         for each in pending.values():
-            _fail(
-                each, LaunchError("launcher", errno_numbers.EPIPE, f"the launcher process {how} before it had answered")
-            )
+            _fail(each, error)
+
+
+def _error(answer: Mapping[str, str]) -> LaunchError:
+    return LaunchError(answer["step"], int(answer["errno"]), answer["message"])
+
+
+def _settle_ready(ready: asyncio.Future[None], answer: Mapping[str, str]) -> None:
+    if ready.done():
+        return
+    if answer["ok"] == "1":
+        ready.set_result(None)
+    else:
+        ready.set_exception(_error(answer))
+        ready.exception()  # seen: it is also what every launch under way will raise
 
 
 def _fail(pending: _Pending, error: LaunchError) -> None:
