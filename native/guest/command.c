@@ -61,6 +61,7 @@ struct command *command_new(uint32_t id) {
 }
 
 void command_forget(struct command *command) {
+    session_forget(command);
     struct command **at = &buckets[command->id % BUCKETS];
     while (*at != command) at = &(*at)->next_in_bucket;
     *at = command->next_in_bucket;
@@ -193,8 +194,7 @@ static void status_read(struct command *command) {
     source_close(&command->status);
     if (count != sizeof failure) return command_started(command);
     failure.code[sizeof failure.code - 1] = failure.message[sizeof failure.message - 1] = '\0';
-    if (command->session) session_lost(command->session, &failure);
-    else command_fail(command, failure.code, failure.error, failure.message);
+    command_fail(command, failure.code, failure.error, failure.message);
 }
 
 static void status_ready(struct source *source, uint32_t events) {

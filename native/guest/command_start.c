@@ -141,7 +141,7 @@ bool command_start(uint32_t id, char *payload, size_t length) {
     if (command && start.problem) {
         command_fail(command, *start.problem ? "exec" : "no_memory", EINVAL, start.problem);
     } else if (command && *start.session) {
-        session_start(command, &start, payload, length);
+        session_start(command, &start);
     } else if (command) {
         struct plumbing plumbing;
         if (!begin(command, &start, &plumbing)) command_fail(command, code_of(errno), errno, strerror(errno));

@@ -134,10 +134,15 @@ void output_close(struct output *output, bool is_terminal) {
     output_retire(output, is_terminal);
 }
 
+bool discard_some(int fd) {
+    if (null_fd < 0) null_fd = open("/dev/null", O_WRONLY | O_CLOEXEC);
+    ssize_t count = splice(fd, NULL, null_fd, NULL, PIPE_BYTES, SPLICE_F_NONBLOCK);
+    return count == 0 || (count < 0 && errno != EAGAIN && errno != EINTR);
+}
+
 static void discard_ready(struct source *source, uint32_t events) {
     (void)events;
-    ssize_t count = splice(source->fd, NULL, null_fd, NULL, PIPE_BYTES, SPLICE_F_NONBLOCK);
-    if (count > 0 || (count < 0 && (errno == EAGAIN || errno == EINTR))) return;
+    if (!discard_some(source->fd)) return;
     struct discarder *discarder = HOLDER(source, struct discarder, source);
     source_close(source);
     loop_free(&discarder->garbage);
@@ -145,8 +150,7 @@ static void discard_ready(struct source *source, uint32_t events) {
 
 void discard_rest(int fd) {
     struct discarder *discarder = malloc(sizeof *discarder);
-    if (null_fd < 0) null_fd = open("/dev/null", O_WRONLY | O_CLOEXEC);
-    if (discarder && null_fd >= 0 && source_add(&discarder->source, fd, EPOLLIN, discard_ready)) return;
+    if (discarder && source_add(&discarder->source, fd, EPOLLIN, discard_ready)) return;
     free(discarder);
     close(fd); /* no memory at all: the writers find out */
 }

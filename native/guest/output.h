@@ -42,5 +42,7 @@ void output_trim(void);
 
 /* Reads a pipe to its end and throws the bytes away, so that writers never block or get SIGPIPE. Takes the descriptor over. */
 void discard_rest(int fd);
+/* Throws away what is there now; true at the end of the pipe. */
+bool discard_some(int fd);
 
 #endif

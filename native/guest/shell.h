@@ -6,7 +6,10 @@
 
 #define DEFAULT_PATH "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 
-enum { SHELL_CONTROL_FD = 8, SHELL_TEXT_FD = 9 };
+enum { SHELL_CODE_FD = 7, SHELL_CONTROL_FD = 8, SHELL_TEXT_FD = 9 };
+
+/* To a session's shell: give up the command text you are in. A real-time signal that nobody else uses. */
+enum { SHELL_RETURN_SIGNAL = 63 };
 
 /* Both return only on failure, with errno and the shell that was tried. */
 const char *shell_execute_script(const struct launch *launch);

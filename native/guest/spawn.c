@@ -69,7 +69,7 @@ static void place_descriptors(const struct launch *launch) {
     }
     dup2(control, SHELL_CONTROL_FD);
     dup2(text, SHELL_TEXT_FD);
-    syscall(SYS_close_range, STATUS_FD + 1, SHELL_CONTROL_FD - 1, 0);
+    syscall(SYS_close_range, STATUS_FD + 1, SHELL_CODE_FD, 0);
     syscall(SYS_close_range, SHELL_TEXT_FD + 1, ~0u, 0);
 }
 
