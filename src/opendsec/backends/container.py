@@ -39,11 +39,12 @@ from opendsec.guest.channel import connect
 from opendsec.linux import process
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, choose_driver, find_mounts
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
+from opendsec.linux.network import SandboxNetwork
 from opendsec.linux.probe import CONTAINER_NEEDS, probe
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.ids import SandboxId
 from opendsec.model.node import BackendReport
-from opendsec.model.spec import BackendKind, Resources
+from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.mounts import LayerMounts
 
 MIB = 1024 * 1024
@@ -72,17 +73,28 @@ _LIMITS = {
 class ContainerBackend(Backend):
     """`layers` mounts images; `state_dir` and `run_dir` are this edge's own, beside the directories of each start.
 
-    `cgroup_root` is the name of the control groups' top directory; edges that share a kernel need different ones.
+    `cgroup_root` is the name of the control groups' top directory; edges that share a kernel need different ones, and
+    a `network` with other names and addresses than the default.
     """
 
     kind = BackendKind.CONTAINER
 
-    def __init__(self, *, layers: LayerMounts, state_dir: Path, run_dir: Path, cgroup_root: str = "opendsec") -> None:
+    def __init__(
+        self,
+        *,
+        layers: LayerMounts,
+        state_dir: Path,
+        run_dir: Path,
+        cgroup_root: str = "opendsec",
+        network: SandboxNetwork | None = None,
+    ) -> None:
         self._layers = layers
         self._state_dir = state_dir
         self._cgroup_root = cgroup_root
         self._templates = Templates(run_dir / "templates", hostname=HOSTNAME)
         self._launcher = Launcher()
+        self._network = network or SandboxNetwork(state_file=run_dir / "ip_forward")
+        self._may_network = False
         self._driver: CgroupDriver | None = None
         self._shared: Shared | None = None
         self._guests: dict[SandboxId, Guest] = {}
@@ -93,13 +105,16 @@ class ContainerBackend(Backend):
     def capabilities(self) -> frozenset[Capability]:
         if self._driver is None:
             return frozenset()
-        return frozenset((*_ALWAYS, *(_LIMITS[name] for name in self._driver.limits)))
+        network = (Capability.NETWORK,) if self._may_network else ()
+        return frozenset((*_ALWAYS, *network, *(_LIMITS[name] for name in self._driver.limits)))
 
     async def open(self) -> None:
-        answers = [await asyncio.to_thread(probe, name, state_dir=self._state_dir) for name in CONTAINER_NEEDS]
-        for answer in answers:
+        self._reasons.clear()
+        for name in CONTAINER_NEEDS:
+            answer = await asyncio.to_thread(probe, name, state_dir=self._state_dir)
             if not answer.ok:
                 raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
+        self._may_network = await self._can("network", "veth", "nft", "forwarding")
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         resolvers, refused = usable_resolvers(_read_or_empty(Path("/etc/resolv.conf")))
         if refused:
@@ -122,10 +137,21 @@ class ContainerBackend(Backend):
             os.close(self._shared.guest)
             self._shared = None
         await self._launcher.close()
+        if self._may_network:
+            await self._network.close()
         self._templates.close()
         if self._driver is not None:
             self._driver.close()
             self._driver = None
+
+    async def _can(self, feature: str, *names: str) -> bool:
+        """Whether all probes say so; the first that does not goes to the report."""
+        for name in names:
+            answer = await asyncio.to_thread(probe, name, state_dir=self._state_dir)
+            if not answer.ok:
+                self._reasons.append(f"no {feature}: {answer.sentence}")
+                return False
+        return True
 
     def report(self) -> BackendReport:
         names = tuple(sorted(capability.value for capability in self.capabilities))
@@ -140,6 +166,8 @@ class ContainerBackend(Backend):
             launched = await self._launch(plan)
             try:
                 handle = self._handle(plan, launched)
+                if _is_online(plan.spec):
+                    await self._network.attach(plan.slot, launched.pidfd)
             finally:
                 os.close(launched.pidfd)
             guest = await connect(plan.run_dir / SOCKET_NAME, timeout_s=HELLO_TIMEOUT_S)
@@ -210,6 +238,8 @@ class ContainerBackend(Backend):
             await guest.aclose()
         try:
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+            if self._may_network and self._network.may_be_attached(slot):
+                self._network.detach(slot)
             for directory in (run_dir, state_dir):
                 await _empty(directory)
             await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
@@ -241,7 +271,7 @@ class ContainerBackend(Backend):
     async def _launch(self, plan: StartPlan) -> Launched:
         if self._shared is None:
             raise BackendUnavailableError("the container backend is not open")
-        lower = (self._templates.layer(online=False), *self._layers.acquire(plan.image))
+        lower = (self._templates.layer(online=_is_online(plan.spec)), *self._layers.acquire(plan.image))
         upper, work = plan.state_dir / "upper", plan.state_dir / "work"
         for directory in (upper, work):
             directory.mkdir(mode=0o755)
@@ -274,6 +304,7 @@ class ContainerBackend(Backend):
                 "pid": identity.pid,
                 "start_ticks": identity.start_ticks,
                 "boot_id": self._boot_id,
+                "online": int(_is_online(plan.spec)),
                 "socket": str(plan.run_dir / SOCKET_NAME),
                 "upper": str(plan.state_dir / "upper"),
             },
@@ -336,6 +367,10 @@ def _read_or_empty(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
+
+
+def _is_online(spec: SandboxSpec) -> bool:
+    return spec.network_rules.get("*", False)
 
 
 def _limits(resources: Resources) -> CgroupLimits:
