@@ -5,7 +5,7 @@ One start is: a slot's user range → upper and work directories → control gro
 the socket in its run directory, its processes by its control group, and it itself by pid and start time.
 
     <plan.run_dir>/agent.sock     the agent's socket; nothing inside the sandbox names it
-    <plan.state_dir>/upper, work  the writable layer
+    <plan.state_dir>/upper, work  the writable layer; below <plan.state_dir>/disk when its size is limited
 
 Refuses: snapshots, and limits this host has no controller for (they are not in `capabilities`).
 """
@@ -38,6 +38,7 @@ from opendsec.guest.base import Guest, GuestLostError
 from opendsec.guest.channel import connect
 from opendsec.linux import process
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, choose_driver, find_mounts
+from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
 from opendsec.linux.probe import CONTAINER_NEEDS, probe
@@ -95,6 +96,7 @@ class ContainerBackend(Backend):
         self._launcher = Launcher()
         self._network = network or SandboxNetwork(state_file=run_dir / "ip_forward")
         self._may_network = False
+        self._may_limit_disk = False
         self._driver: CgroupDriver | None = None
         self._shared: Shared | None = None
         self._guests: dict[SandboxId, Guest] = {}
@@ -105,8 +107,12 @@ class ContainerBackend(Backend):
     def capabilities(self) -> frozenset[Capability]:
         if self._driver is None:
             return frozenset()
-        network = (Capability.NETWORK,) if self._may_network else ()
-        return frozenset((*_ALWAYS, *network, *(_LIMITS[name] for name in self._driver.limits)))
+        found = {*_ALWAYS, *(_LIMITS[name] for name in self._driver.limits)}
+        if self._may_network:
+            found.add(Capability.NETWORK)
+        if self._may_limit_disk:
+            found.add(Capability.DISK_LIMIT)
+        return frozenset(found)
 
     async def open(self) -> None:
         self._reasons.clear()
@@ -115,6 +121,7 @@ class ContainerBackend(Backend):
             if not answer.ok:
                 raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
         self._may_network = await self._can("network", "veth", "nft", "forwarding")
+        self._may_limit_disk = await self._can("disk limits", "loop", "mkfs.ext4")
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         resolvers, refused = usable_resolvers(_read_or_empty(Path("/etc/resolv.conf")))
         if refused:
@@ -240,6 +247,7 @@ class ContainerBackend(Backend):
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
             if self._may_network and self._network.may_be_attached(slot):
                 self._network.detach(slot)
+            remove_disk(state_dir)
             for directory in (run_dir, state_dir):
                 await _empty(directory)
             await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
@@ -253,7 +261,7 @@ class ContainerBackend(Backend):
             oom_kills=counters.oom_kills,
             pids_denied=counters.pids_denied,
             cpu_s=counters.cpu_s,
-            disk_full=_is_full(str(handle.data["upper"])),
+            disk_full=_is_full(str(handle.data["disk"])),
         )
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -272,9 +280,7 @@ class ContainerBackend(Backend):
         if self._shared is None:
             raise BackendUnavailableError("the container backend is not open")
         lower = (self._templates.layer(online=_is_online(plan.spec)), *self._layers.acquire(plan.image))
-        upper, work = plan.state_dir / "upper", plan.state_dir / "work"
-        for directory in (upper, work):
-            directory.mkdir(mode=0o755)
+        upper, work = await self._writable(plan)
         limits = _limits(plan.spec.resources)
         with (
             _listening(plan.run_dir / SOCKET_NAME) as listen,
@@ -293,6 +299,16 @@ class ContainerBackend(Backend):
                 )
             )
 
+    async def _writable(self, plan: StartPlan) -> tuple[Path, Path]:
+        """Upper and work directories: on the state file system, or on a disk of their own when it is limited."""
+        base = plan.state_dir
+        if plan.spec.resources.disk_limit_mb is not None:
+            base = await make_disk(base, size_bytes=plan.spec.resources.disk_limit_mb * MIB)
+        upper, work = base / "upper", base / "work"
+        for directory in (upper, work):
+            directory.mkdir(mode=0o755)
+        return upper, work
+
     def _handle(self, plan: StartPlan, launched: Launched) -> Handle:
         identity = process.identify(launched.pid)
         if identity is None or process.has_ended(launched.pidfd):
@@ -306,7 +322,7 @@ class ContainerBackend(Backend):
                 "boot_id": self._boot_id,
                 "online": int(_is_online(plan.spec)),
                 "socket": str(plan.run_dir / SOCKET_NAME),
-                "upper": str(plan.state_dir / "upper"),
+                "disk": str(_disk_of(plan)),
             },
         )
 
@@ -367,6 +383,11 @@ def _read_or_empty(path: Path) -> str:
         return path.read_text(encoding="utf-8", errors="replace")
     except FileNotFoundError:
         return ""
+
+
+def _disk_of(plan: StartPlan) -> Path:
+    """A path on the file system the sandbox writes to."""
+    return plan.state_dir / MOUNT if plan.spec.resources.disk_limit_mb is not None else plan.state_dir
 
 
 def _is_online(spec: SandboxSpec) -> bool:
