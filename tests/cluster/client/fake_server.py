@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import ssl
 import struct
 import threading
 from collections.abc import AsyncIterator, Callable, Iterator
@@ -124,15 +125,15 @@ class FakeServer:
         """How many requests came with this method and a path that matches."""
         return sum(r.method == method and re.search(pattern, r.path) is not None for r in self.requests)
 
-    async def serve(self, ready: threading.Event, unix_path: str | None) -> None:
+    async def serve(self, ready: threading.Event, unix_path: str | None, tls: ssl.SSLContext | None) -> None:
         """Listen until `stop`."""
         self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
         if unix_path is not None:
             server = await asyncio.start_unix_server(self._connection, unix_path)
             self.url = f"unix:{unix_path}"
         else:
-            server = await asyncio.start_server(self._connection, "127.0.0.1", 0)
-            self.url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+            server = await asyncio.start_server(self._connection, "127.0.0.1", 0, ssl=tls)
+            self.url = f"{'https' if tls else 'http'}://127.0.0.1:{server.sockets[0].getsockname()[1]}"
         ready.set()
         await self._stop.wait()
         server.close()
@@ -391,10 +392,10 @@ class FakeServer:
 
 
 @contextmanager
-def running(unix_path: str | None = None) -> Iterator[FakeServer]:
+def running(unix_path: str | None = None, tls: ssl.SSLContext | None = None) -> Iterator[FakeServer]:
     """A server for the length of a `with` block."""
     server, ready = FakeServer(), threading.Event()
-    thread = threading.Thread(target=lambda: asyncio.run(server.serve(ready, unix_path)))
+    thread = threading.Thread(target=lambda: asyncio.run(server.serve(ready, unix_path, tls)))
     thread.start()
     try:
         assert ready.wait(10)

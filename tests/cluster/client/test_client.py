@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import ssl
 from pathlib import Path
 
 import anyio
+import anyio.to_thread
 import pytest
 from tests.cluster.client import fake_server
 from tests.cluster.client.fake_server import KEY, FakeServer, Fault, Program
 
 import opendsec
+import opendsec.sync
 from opendsec import DSecContainerRunArgs, SandboxState
 
 pytestmark = pytest.mark.anyio
@@ -158,6 +161,29 @@ async def test_unix_socket(tmp_path: Path) -> None:
             server.programs["x"] = Program(stdout=b"hi")
             sandbox = await client.run_container(ARGS)
             assert (await sandbox.run_shell("x")).stdout == "hi"
+
+
+async def test_tls_checks_the_certificate(monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = Path(__file__).parent / "tls"
+    server_side = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server_side.load_cert_chain(folder / "localhost.crt", folder / "localhost.key")
+    with fake_server.running(tls=server_side) as server:
+        stranger = opendsec.DSecClient(server.url, KEY)
+        with pytest.raises(opendsec.ConnectError, match="certificate"):
+            await stranger.open()
+        monkeypatch.setenv("SSL_CERT_FILE", str(folder / "localhost.crt"))
+        async with opendsec.DSecClient(server.url, KEY) as client:
+            server.programs["x"] = Program(stdout=b"z" * 1_000_000)
+            sandbox = await client.run_container(ARGS)
+            assert len((await sandbox.run_shell("x")).stdout) == 1_000_000
+            await sandbox.run_shell("x")
+        await client.close()
+        await anyio.to_thread.run_sync(_sync_over_tls, server.url)
+
+
+def _sync_over_tls(url: str) -> None:
+    with opendsec.sync.DSecClient(url, KEY) as client:
+        assert client.run_container(ARGS).run_shell("x").exit_code == 0
 
 
 async def test_idle_connection_closed_by_the_server_is_no_error(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
