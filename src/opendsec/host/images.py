@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import os
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated
 
@@ -16,8 +13,8 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
+from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, size, when
 from opendsec.errors import InvalidSpecError, OpenDSecError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Image, ImageConfig
@@ -33,7 +30,6 @@ app = typer.Typer(help="Images of this machine: make, import, list, inspect, rem
 STATE_DIR = "/var/lib/opendsec"
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 Name = Annotated[str, typer.Argument(help="Name of the image.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Let the name mean the new image if it is taken.")]
 
@@ -97,29 +93,31 @@ def list_images(as_json: Json = False) -> None:
     with _errors(as_json):
         images = open_store().list()
     if as_json:
-        print(json.dumps([to_json(image) for image in images]))
+        print_json([to_json(image) for image in images])
         return
-    table = Table(
-        "NAME", "DIGEST", "SIZE", "LAYERS", "CREATED", "SOURCE", box=None, pad_edge=False, header_style="bold"
+    rows = (
+        (image.name, image.digest[7:19], size(image_size(image)), when(image.created_at), image.source)
+        for image in images
     )
-    for image in images:
-        table.add_row(
-            escape(image.name),
-            image.digest[7:19],
-            size_text(image_size(image)),
-            str(len(image.layers)),
-            f"{datetime.fromtimestamp(image.created_at, UTC):%Y-%m-%d %H:%M}",
-            escape(image.source),
-        )
-    Console().print(table)
+    print_table(("NAME", "DIGEST", "SIZE", "CREATED", "SOURCE"), rows)
 
 
 @app.command("inspect")
-def inspect(name: Name) -> None:
-    """Print everything the store knows about an image, as JSON."""
-    with _errors(as_json=False):
+def inspect(name: Name, as_json: Json = False) -> None:
+    """Show what is known about an image: digest, layers, and the defaults of commands."""
+    with _errors(as_json):
         image = open_store().get(name)
-    print(json.dumps(to_json(image), indent=2))
+    if as_json:
+        print_json(to_json(image))
+        return
+    config = image.config
+    rows = [("digest", image.digest), ("size", size(image_size(image))), ("created", when(image.created_at))]
+    rows += [("source", image.source), ("user", config.user or "root"), ("workdir", config.workdir)]
+    rows += [("env", f"{key}={value}") for key, value in config.env.items()]
+    rows += [("entrypoint", part) for part in config.entrypoint] + [("cmd", part) for part in config.cmd]
+    rows += [("label", f"{key}={value}") for key, value in config.labels.items()]
+    rows += [("layer", f"{layer.digest} {layer.role.value} {size(layer.size_bytes)}") for layer in image.layers]
+    print_table(("IMAGE", image.name), rows)
 
 
 @app.command("rm")
@@ -131,9 +129,9 @@ def remove(names: Annotated[list[str], typer.Argument(help="Names of images.")],
         for name in names:
             removed.append(store.remove(name))
             if not as_json:
-                print(f"removed {name}")
+                print_line(f"removed {name}")
     if as_json:
-        print(json.dumps([to_json(image) for image in removed]))
+        print_json([to_json(image) for image in removed])
 
 
 def to_json(image: Image) -> dict[str, object]:
@@ -144,14 +142,6 @@ def to_json(image: Image) -> dict[str, object]:
 def image_size(image: Image) -> int:
     """Bytes of all layers."""
     return sum(layer.size_bytes for layer in image.layers)
-
-
-def size_text(size_bytes: int) -> str:
-    """`473 MiB`: whole numbers, for a table."""
-    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
-        if size_bytes >= 10 * size:
-            return f"{size_bytes / size:.0f} {unit}"
-    return f"{size_bytes} B"
 
 
 def _environment() -> Mapping[str, str]:
@@ -177,32 +167,18 @@ def _split(include: list[str]) -> tuple[str, ...]:
 
 def _print_image(image: Image, *, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(to_json(image)))
+        print_json(to_json(image))
     else:
-        print(f"image {image.name}: {image.digest}, {size_text(image_size(image))}")
+        print_line(f"image {image.name}: {image.digest}, {size(image_size(image))}")
 
 
 @contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """Errors of ours become one sentence (or one JSON object) and exit status 1."""
+    """Errors of ours are printed, and the status is 1: it failed."""
     try:
         yield
     except OpenDSecError as error:
-        if as_json:
-            print(
-                json.dumps(
-                    {
-                        "error": {
-                            "code": error.code,
-                            "message": error.message,
-                            "detail": error.detail,
-                            "remedy": error.remedy,
-                        }
-                    }
-                )
-            )
-        else:
-            print(f"error: {error}", file=sys.stderr)
+        print_error(error, as_json=as_json)
         raise typer.Exit(1) from error
 
 
@@ -235,7 +211,7 @@ class _Phases:
     def show(self, step: Step) -> None:
         if step.phase != self._phase:
             self._phase = step.phase
-            print(f"{self._title}: {step.phase}", file=sys.stderr, flush=True)
+            note(f"{self._title}: {step.phase}")
 
 
 class _Bar:

@@ -1,0 +1,159 @@
+"""`opendsec image …` as a user meets it: what it prints, its statuses, and its errors."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.oci_layout import file, make_layout, tar_of
+
+from opendsec.linux.libc import MS_RDONLY, mount, umount2
+from opendsec.main import main
+
+pytestmark = [pytest.mark.root, pytest.mark.erofs]
+
+
+@pytest.fixture
+def disk(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir="/var/tmp"))
+    monkeypatch.setenv("OPENDSEC_STATE_DIR", str(path / "state"))
+    (path / "tree").mkdir()
+    (path / "tree/f").write_text("content")
+    yield path
+    shutil.rmtree(path)
+
+
+class Command:
+    """Runs `opendsec image …` in this process, at descriptor level."""
+
+    def __init__(self, capture: pytest.CaptureFixture[str]) -> None:
+        self._capture = capture
+
+    def __call__(self, *words: str, status: int = 0) -> tuple[str, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["image", *words])
+        out, err = self._capture.readouterr()
+        assert ended.value.code == status, err
+        return out, err
+
+    def json(self, *words: str, status: int = 0) -> Any:
+        """With --json standard output is one JSON value and nothing else."""
+        out, _ = self(*words, "--json", status=status)
+        return json.loads(out)
+
+
+@pytest.fixture
+def image(capfd: pytest.CaptureFixture[str]) -> Command:
+    return Command(capfd)
+
+
+def test_the_life_of_an_image(image: Command, disk: Path) -> None:
+    given = ["--env", "A=b c", "--env", "E=", "--workdir", "/w", "--user", "u"]
+    made = image.json("import", "mine", str(disk / "tree"), *given)
+    assert made["config"]["env"] == {"A": "b c", "E": ""}
+    assert (made["config"]["workdir"], made["config"]["user"]) == ("/w", "u")
+    assert image.json("ls") == [made]
+    assert image.json("inspect", "mine") == made
+    assert "A=b c" in image("inspect", "mine")[0]
+    table, _ = image("ls")
+    assert table.split()[:5] == ["NAME", "DIGEST", "SIZE", "CREATED", "SOURCE"]
+    assert made["digest"][7:19] in table
+    assert image("rm", "mine")[0] == "removed mine\n"
+    assert image.json("ls") == []
+
+
+def test_phases_are_told_when_nobody_looks_at_a_terminal(image: Command, disk: Path) -> None:
+    layout = make_layout(disk / "layout", [[file("f", b"f")]])
+    out, err = image("import", "mine", f"oci:{layout}:latest")
+    assert out.startswith("image mine: sha256:")
+    assert "image mine: unpacking layer 1 of 1" in err
+    assert "image mine: writing the layer\nimage mine: publishing\n" in err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "sentence"),
+    [
+        (["inspect", "nope"], "image_not_found", "no image 'nope'"),
+        (["rm", "nope"], "image_not_found", "no image 'nope'"),
+        (["inspect", "../x"], "invalid_spec", "is not an image name"),
+        (["import", "a b", "/etc"], "invalid_spec", "name 'a b' is not an image name"),
+        (["import", "x", "/nowhere"], "invalid_spec", "source: '/nowhere' is neither"),
+        (["import", "x", "tree", "--env", "novalue"], "invalid_spec", "env: 'novalue' is not NAME=value"),
+        (["import", "x", "tree", "--workdir", "rel"], "invalid_spec", "workdir"),
+        (["import", "x", "layout", "--user", "root"], "unsupported", "brings its own"),
+        (["import", "x", "evil.tar"], "image_invalid", "entry '../evil'"),
+        (["build-debian", "x", "--include", "git;rm"], "invalid_spec", "include: 'git;rm'"),
+        (["build-debian", "x", "--suite", "no such"], "invalid_spec", "suite 'no such'"),
+    ],
+)
+def test_errors(
+    image: Command, disk: Path, monkeypatch: pytest.MonkeyPatch, words: list[str], code: str, sentence: str
+) -> None:
+    monkeypatch.chdir(disk)
+    make_layout(disk / "layout", [[file("f")]])
+    (disk / "evil.tar").write_bytes(tar_of([file("../evil", b"x")]))
+    error = image.json(*words, status=1)["error"]
+    assert error["code"] == code
+    assert sentence in error["message"]
+    out, err = image(*words, status=1)
+    assert out == ""
+    assert sentence in err
+    assert image.json("ls") == []
+
+
+def test_a_taken_name_says_what_to_do(image: Command, disk: Path) -> None:
+    image("import", "mine", str(disk / "tree"))
+    (disk / "tree/f").write_text("other")
+    error = image.json("import", "mine", str(disk / "tree"), status=1)["error"]
+    assert error["code"] == "conflict"
+    assert "--replace" in error["remedy"]
+    assert image.json("import", "mine", str(disk / "tree"), "--replace")["digest"] != error["detail"]["digest"]
+
+
+def test_a_missing_program_names_its_package(image: Command, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendsec.store.programs.ENVIRONMENT", {"PATH": str(disk)})
+    error = image.json("import", "mine", str(disk / "tree"), status=1)["error"]
+    assert error["code"] == "host_capability"
+    assert error["detail"]["probe"] == "mkfs.erofs"
+    assert error["remedy"] == "apt-get install erofs-utils"
+    error = image.json("build-debian", "deb", status=1)["error"]
+    assert error["remedy"] == "apt-get install mmdebstrap"
+
+
+@pytest.mark.mmdebstrap
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_a_debian_image_keeps_nothing_of_this_machine(image: Command, disk: Path, tmp_path: Path) -> None:
+    made = image.json("build-debian", "deb", "--include", "hello,procps")
+    assert image.json("build-debian", "deb", "--include", "procps,hello") == made
+    layer = disk / "state/store/blobs/sha256" / made["layers"][0]["digest"][7:]
+    mount(layer, tmp_path, "erofs", MS_RDONLY)
+    try:
+        assert (tmp_path / "usr/bin/hello").is_file()
+        sources = (tmp_path / "etc/apt/sources.list").read_text().splitlines()
+        assert all("deb.debian.org" in line for line in sources)
+        assert not list((tmp_path / "etc/apt/sources.list.d").iterdir())
+        for name in ("hostname", "hosts", "resolv.conf"):
+            assert (tmp_path / "etc" / name).read_bytes() == b""
+        for name in ("dev", "run", "tmp", "var/lib/apt/lists", "var/log", "var/cache/apt"):
+            assert list((tmp_path / name).iterdir()) == []
+        assert not (tmp_path / "usr/share/man").exists()
+    finally:
+        umount2(tmp_path)
+    assert image.json("build-debian", "deb", "--include", "hello,procps", "--rebuild")["layers"] == made["layers"]
+
+
+@pytest.mark.mmdebstrap
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_an_unknown_package_says_so_and_leaves_nothing(image: Command, disk: Path) -> None:
+    error = image.json("build-debian", "deb", "--include", "no-such-package-anywhere", status=1)["error"]
+    assert error["code"] == "node"
+    assert "no-such-package-anywhere" in error["message"]
+    assert image.json("ls") == []
+    assert list((disk / "state/store/staging").iterdir()) == []
