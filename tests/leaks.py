@@ -1,9 +1,10 @@
 """A test leaves nothing behind: descriptors, processes, mounts, namespaces, links, cgroups and sockets are counted.
 
-Before and after each test in tests/node, tests/contract and tests/cluster a snapshot is taken; what is new after it,
-and still there a few seconds later (the kernel ends namespaces in its own time), fails the test. What belongs to the
-test process (descriptors, children) is always compared; what belongs to the machine only with `--leaks=machine`,
-because on a machine shared with others their objects would be counted too.
+A snapshot is taken before and after; what is new, and still there a few seconds later (the kernel ends namespaces in
+its own time), is a failure. It covers tests/node, tests/contract and tests/cluster. What belongs to the test process
+(descriptors, children) is compared around each test. What belongs to the machine (mounts, namespaces, links, cgroups)
+is compared around each module, once its platforms are stopped too, and only with `--leaks=machine`: on a machine shared
+with others their objects would be counted.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
 
@@ -92,19 +93,14 @@ class Belongings:
     cgroups: frozenset[str] = frozenset()
 
     @classmethod
-    def now(cls, *, machine: bool) -> Belongings:
-        """Look. The machine's objects only when asked for."""
-        own = cls(descriptors=_descriptors(), children=_children())
-        if not machine:
-            return own
-        return cls(
-            descriptors=own.descriptors,
-            children=own.children,
-            mounts=_mounts(),
-            namespaces=_named(Path("/run/netns")),
-            links=_links(),
-            cgroups=_cgroups(),
-        )
+    def of_process(cls) -> Belongings:
+        """What this process holds."""
+        return cls(descriptors=_descriptors(), children=_children())
+
+    @classmethod
+    def of_machine(cls) -> Belongings:
+        """What of ours is on the machine."""
+        return cls(mounts=_mounts(), namespaces=_named(Path("/run/netns")), links=_links(), cgroups=_cgroups())
 
     def beyond(self, before: Belongings) -> list[str]:
         """Lines naming what is here and was not there before."""
@@ -115,28 +111,41 @@ class Belongings:
         ]
 
 
-def left_behind(before: Belongings, *, machine: bool) -> list[str]:
+Look = Callable[[], Belongings]
+
+
+def left_behind(before: Belongings, look: Look) -> list[str]:
     """What stays after up to five seconds of settling."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         gc.collect()
-        new = Belongings.now(machine=machine).beyond(before)
+        new = look().beyond(before)
         if not new or time.monotonic() > deadline:
             return new
         time.sleep(0.05)
 
 
-@pytest.fixture(autouse=True)
-def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Fails the test that leaves something behind."""
-    tier = request.path.relative_to(request.config.rootpath).parts[1:2]
-    if tier not in [(name,) for name in CHECKED]:
+def _checked(request: pytest.FixtureRequest, look: Look, *, wanted: bool) -> Iterator[None]:
+    tier = request.path.relative_to(request.config.rootpath).parts[1]
+    if not wanted or tier not in CHECKED:
         yield
         return
-    machine = request.config.getoption("--leaks") == "machine"
     gc.collect()
-    before = Belongings.now(machine=machine)
+    before = look()
     yield
-    new = left_behind(before, machine=machine)
+    new = left_behind(before, look)
     if new:
         pytest.fail("left behind:\n  " + "\n  ".join(new), pytrace=False)
+
+
+@pytest.fixture(autouse=True)
+def no_leaks_of_process(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the test after which this process holds more than before."""
+    yield from _checked(request, Belongings.of_process, wanted=True)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def no_leaks_on_machine(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Fails the last test of a module after which something of ours is left on the machine."""
+    wanted = request.config.getoption("--leaks") == "machine"
+    yield from _checked(request, Belongings.of_machine, wanted=wanted)
