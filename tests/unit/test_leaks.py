@@ -49,4 +49,4 @@ def test_what_is_left_is_named_until_it_is_gone(make: Callable[[], Callable[[], 
 
 
 def test_nothing_is_left_when_nothing_was_made() -> None:
-    assert left_behind(Belongings.of_machine(), lambda: Belongings()) == []
+    assert left_behind(Belongings.of_machine(), Belongings) == []
