@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import anyio
 import pytest
-from tests.cluster.client.fake_server import FakeServer, Fault, Program
+from tests.cluster.client.fake_server import KEY, FakeServer, Fault, Program
 
 import opendsec
 from opendsec import EndReason
@@ -241,6 +241,22 @@ async def test_bad_arguments_are_named_before_anything_is_sent(server: FakeServe
             await sandbox.run_shell("x", **arguments)
         assert caught.value.detail["field"] == name
     assert len(server.requests) == before
+
+
+async def test_running_commands_cannot_keep_a_stop_out(server: FakeServer) -> None:
+    server.programs["x"] = Program(holds=True)
+    async with opendsec.DSecClient(server.url, KEY, timeout=5, max_connections=8) as client:
+        sandbox = await client.run_container(opendsec.DSecContainerRunArgs(container_image="debian"))
+        async with anyio.create_task_group() as group:
+            for _ in range(20):
+                group.start_soon(sandbox.run_shell, "x")
+            with anyio.fail_after(10):
+                while len(server.commands) < 6:
+                    await anyio.sleep(0.01)
+            assert (await sandbox.stop()).state == "stopped"
+            assert server.connections <= 8
+            group.cancel_scope.cancel()
+    assert [command.killed for command in server.commands.values()] == [True] * 6
 
 
 async def test_many_commands_at_once_share_the_pool(server: FakeServer, sandbox: opendsec.Sandbox) -> None:

@@ -12,6 +12,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import httpcore
@@ -25,6 +26,15 @@ MAX_CONNECTIONS = 4096
 RESERVED_FILES = 64
 """Descriptors left to the rest of the program when its limit is below MAX_CONNECTIONS."""
 CONNECT_TIMEOUT_S = 10.0
+
+
+class Lane(Enum):
+    """How long a connection is needed. Each lane has a share of its own: running commands cannot keep a stop out."""
+
+    SHORT = 1
+    """A quarter of all connections: calls that are answered at once."""
+    LONG = 3
+    """Three quarters: output, input, files, batches."""
 
 
 class PacedStream(httpcore.AsyncNetworkStream):
@@ -66,14 +76,14 @@ class PacedStream(httpcore.AsyncNetworkStream):
 
 
 class Connection:
-    """A connection and the stream below it. `reused` says that an earlier request has gone over it."""
+    """A connection, the stream below it, and the lane it is lent in."""
 
-    __slots__ = ("http", "reused", "stream")
+    __slots__ = ("http", "lane", "stream")
 
     def __init__(self, http: httpcore.AsyncHTTP11Connection, stream: PacedStream) -> None:
         self.http = http
         self.stream = stream
-        self.reused = False
+        self.lane = Lane.SHORT
 
 
 class Pool:
@@ -89,11 +99,11 @@ class Pool:
         self._tls: ssl.SSLContext | None = None
         self._idle: deque[Connection] = deque()
         self._lent: set[Connection] = set()
-        self._gate = AsyncGate(limit)
+        self._gates = {lane: AsyncGate(max(1, limit * lane.value // 4)) for lane in Lane}
         self.connected_once = False
         self.closed = False
 
-    async def take(self, *, deadline: float | None, fresh: bool = False) -> Connection:
+    async def take(self, lane: Lane, *, deadline: float | None, fresh: bool = False) -> Connection:
         """A connection of your own until `give_back`. `fresh`: never one that was used before.
 
         Raises ConnectError (nothing was sent) and DeadlineError.
@@ -101,24 +111,24 @@ class Pool:
         if self.closed:
             raise ConnectError("this client is closed", retryable=False, remedy="make a new DSecClient")
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not await self._gate.enter(left):
+        if not await self._gates[lane].enter(left):
             raise DeadlineError("all connections were in use until the deadline", remedy="raise max_connections")
         try:
             connection = None if fresh else await self._take_idle()
             if connection is None:
                 connection = await self._connect(left)
         except BaseException:
-            self._gate.leave()
+            self._gates[lane].leave()
             raise
+        connection.lane = lane
         self._lent.add(connection)
         return connection
 
     async def give_back(self, connection: Connection) -> None:
         """End of use; connections that can be used again are kept, others are closed."""
         self._lent.discard(connection)
-        self._gate.leave()
+        self._gates[connection.lane].leave()
         if connection.http.is_idle() and not self.closed:
-            connection.reused = True
             self._idle.append(connection)
         else:
             await connection.http.aclose()

@@ -13,6 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
+from opendsec.client._async.connection import Lane
 from opendsec.client._async.transport import SILENCE_S, Body, Transport, target
 from opendsec.client.concurrency import async_pause
 from opendsec.client.retrying import may_repeat
@@ -122,8 +123,10 @@ class Follower:
             query = {"stdout": self.offsets[STDOUT], "stderr": self.offsets[STDERR]}
             output = target("sandboxes", self._sandbox_id, "commands", self.command_id, "output", query=query)
             return await self._transport.open("GET", output, deadline=deadline, silence_s=SILENCE_S)
+        connection = await self._transport.pool.take(Lane.LONG, deadline=deadline)
         self.asked = True
-        return await self._transport.open(
+        return await self._transport.send(
+            connection,
             "POST",
             target("sandboxes", self._sandbox_id, "commands"),
             content=codec.encode(self._request),

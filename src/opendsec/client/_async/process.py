@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
+from opendsec.client._async.connection import Lane
 from opendsec.client._async.follow import STDERR, STDOUT, Chunk, Follower
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import AsyncGate, AsyncLock, async_pause
@@ -109,7 +110,9 @@ class ProcessInput:
     async def _post(self, data: bytes, *, eof: bool) -> StdinStatus:
         query = {"offset": self._offset, "eof": eof}
         where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
-        return await self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S)
+        return await self._transport.call(
+            "POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG
+        )
 
 
 class Process:

@@ -16,7 +16,7 @@ from urllib.parse import quote
 
 import httpcore
 
-from opendsec.client._async.connection import Connection, Pool
+from opendsec.client._async.connection import Connection, Lane, Pool
 from opendsec.client.concurrency import async_pause
 from opendsec.client.retrying import KNOWN_PATIENCE_S, STRANGER_PATIENCE_S, delay_s, may_repeat
 from opendsec.client.settings import Endpoint
@@ -146,15 +146,32 @@ class Transport:
         deadline: float | None = None,
         silence_s: float = SILENCE_S,
         fresh: bool = False,
+        lane: Lane = Lane.LONG,
     ) -> Body:
         """Send once; the answer's body when its status is 2xx. Raises the server's error, or TransportError and its
         kinds."""
+        connection = await self.pool.take(lane, deadline=deadline, fresh=fresh)
+        return await self.send(
+            connection, method, target, content=content, headers=headers, deadline=deadline, silence_s=silence_s
+        )
+
+    async def send(
+        self,
+        connection: Connection,
+        method: str,
+        target: str,
+        *,
+        content: Content = b"",
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> Body:
+        """As `open`, over a connection that was taken before: from here on the server may know of the request."""
         request_id = secrets.token_hex(8)
-        request = self.pool.request(method, target, self._request_headers(request_id, content, headers), content)
-        connection = await self.pool.take(deadline=deadline, fresh=fresh)
         connection.stream.deadline, connection.stream.silence_s = deadline, silence_s
         connection.stream.body_follows_at_once = isinstance(content, bytes) and bool(content)
         try:
+            request = self.pool.request(method, target, self._request_headers(request_id, content, headers), content)
             response = await connection.http.handle_async_request(request)
         except _NETWORK_ERRORS as exc:
             await self.pool.give_back(connection)
@@ -178,6 +195,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         idempotent: bool = True,
+        lane: Lane = Lane.SHORT,
     ) -> T:
         """One call with a JSON answer within one overall time-out; the body is `value` as JSON, or `raw` as it is.
 
@@ -191,7 +209,9 @@ class Transport:
         attempt = 0
         while True:
             try:
-                return await self._call_once(method, target, kind, content, headers, deadline, fresh=not idempotent)
+                return await self._call_once(
+                    method, target, kind, content, headers, deadline, fresh=not idempotent, lane=lane
+                )
             except OpenDSecError as error:
                 now = time.monotonic()
                 first_failure = now if first_failure is None else first_failure
@@ -248,10 +268,18 @@ class Transport:
         deadline: float,
         *,
         fresh: bool,
+        lane: Lane,
     ) -> T:
         silence_s = max(0.001, deadline - time.monotonic())
         body = await self.open(
-            method, target, content=content, headers=headers, deadline=deadline, silence_s=silence_s, fresh=fresh
+            method,
+            target,
+            content=content,
+            headers=headers,
+            deadline=deadline,
+            silence_s=silence_s,
+            fresh=fresh,
+            lane=lane,
         )
         data = await body.read_all(MAX_ANSWER_BYTES, deadline=deadline, silence_s=silence_s)
         return decode_answer(data, kind, body.request_id)

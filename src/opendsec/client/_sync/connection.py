@@ -13,6 +13,7 @@ import ssl
 import time
 from collections import deque
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any
 
 import httpcore
@@ -26,6 +27,15 @@ MAX_CONNECTIONS = 4096
 RESERVED_FILES = 64
 """Descriptors left to the rest of the program when its limit is below MAX_CONNECTIONS."""
 CONNECT_TIMEOUT_S = 10.0
+
+
+class Lane(Enum):
+    """How long a connection is needed. Each lane has a share of its own: running commands cannot keep a stop out."""
+
+    SHORT = 1
+    """A quarter of all connections: calls that are answered at once."""
+    LONG = 3
+    """Three quarters: output, input, files, batches."""
 
 
 class PacedStream(httpcore.NetworkStream):
@@ -67,14 +77,14 @@ class PacedStream(httpcore.NetworkStream):
 
 
 class Connection:
-    """A connection and the stream below it. `reused` says that an earlier request has gone over it."""
+    """A connection, the stream below it, and the lane it is lent in."""
 
-    __slots__ = ("http", "reused", "stream")
+    __slots__ = ("http", "lane", "stream")
 
     def __init__(self, http: httpcore.HTTP11Connection, stream: PacedStream) -> None:
         self.http = http
         self.stream = stream
-        self.reused = False
+        self.lane = Lane.SHORT
 
 
 class Pool:
@@ -90,11 +100,11 @@ class Pool:
         self._tls: ssl.SSLContext | None = None
         self._idle: deque[Connection] = deque()
         self._lent: set[Connection] = set()
-        self._gate = Gate(limit)
+        self._gates = {lane: Gate(max(1, limit * lane.value // 4)) for lane in Lane}
         self.connected_once = False
         self.closed = False
 
-    def take(self, *, deadline: float | None, fresh: bool = False) -> Connection:
+    def take(self, lane: Lane, *, deadline: float | None, fresh: bool = False) -> Connection:
         """A connection of your own until `give_back`. `fresh`: never one that was used before.
 
         Raises ConnectError (nothing was sent) and DeadlineError.
@@ -102,24 +112,24 @@ class Pool:
         if self.closed:
             raise ConnectError("this client is closed", retryable=False, remedy="make a new DSecClient")
         left = None if deadline is None else max(0.0, deadline - time.monotonic())
-        if not self._gate.enter(left):
+        if not self._gates[lane].enter(left):
             raise DeadlineError("all connections were in use until the deadline", remedy="raise max_connections")
         try:
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = self._connect(left)
         except BaseException:
-            self._gate.leave()
+            self._gates[lane].leave()
             raise
+        connection.lane = lane
         self._lent.add(connection)
         return connection
 
     def give_back(self, connection: Connection) -> None:
         """End of use; connections that can be used again are kept, others are closed."""
         self._lent.discard(connection)
-        self._gate.leave()
+        self._gates[connection.lane].leave()
         if connection.http.is_idle() and not self.closed:
-            connection.reused = True
             self._idle.append(connection)
         else:
             connection.http.close()

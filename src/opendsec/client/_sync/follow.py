@@ -14,6 +14,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TypeVar
 
+from opendsec.client._sync.connection import Lane
 from opendsec.client._sync.transport import SILENCE_S, Body, Transport, target
 from opendsec.client.concurrency import pause
 from opendsec.client.retrying import may_repeat
@@ -123,8 +124,10 @@ class Follower:
             query = {"stdout": self.offsets[STDOUT], "stderr": self.offsets[STDERR]}
             output = target("sandboxes", self._sandbox_id, "commands", self.command_id, "output", query=query)
             return self._transport.open("GET", output, deadline=deadline, silence_s=SILENCE_S)
+        connection = self._transport.pool.take(Lane.LONG, deadline=deadline)
         self.asked = True
-        return self._transport.open(
+        return self._transport.send(
+            connection,
             "POST",
             target("sandboxes", self._sandbox_id, "commands"),
             content=codec.encode(self._request),

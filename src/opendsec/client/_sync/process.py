@@ -15,6 +15,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from opendsec.client._sync.connection import Lane
 from opendsec.client._sync.follow import STDERR, STDOUT, Chunk, Follower
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import Gate, Lock, pause
@@ -110,7 +111,7 @@ class ProcessInput:
     def _post(self, data: bytes, *, eof: bool) -> StdinStatus:
         query = {"offset": self._offset, "eof": eof}
         where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
-        return self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S)
+        return self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG)
 
 
 class Process:

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 import httpcore
 
-from opendsec.client._sync.connection import Connection, Pool
+from opendsec.client._sync.connection import Connection, Lane, Pool
 from opendsec.client.concurrency import pause
 from opendsec.client.retrying import KNOWN_PATIENCE_S, STRANGER_PATIENCE_S, delay_s, may_repeat
 from opendsec.client.settings import Endpoint
@@ -147,15 +147,32 @@ class Transport:
         deadline: float | None = None,
         silence_s: float = SILENCE_S,
         fresh: bool = False,
+        lane: Lane = Lane.LONG,
     ) -> Body:
         """Send once; the answer's body when its status is 2xx. Raises the server's error, or TransportError and its
         kinds."""
+        connection = self.pool.take(lane, deadline=deadline, fresh=fresh)
+        return self.send(
+            connection, method, target, content=content, headers=headers, deadline=deadline, silence_s=silence_s
+        )
+
+    def send(
+        self,
+        connection: Connection,
+        method: str,
+        target: str,
+        *,
+        content: Content = b"",
+        headers: Mapping[str, str] | None = None,
+        deadline: float | None = None,
+        silence_s: float = SILENCE_S,
+    ) -> Body:
+        """As `open`, over a connection that was taken before: from here on the server may know of the request."""
         request_id = secrets.token_hex(8)
-        request = self.pool.request(method, target, self._request_headers(request_id, content, headers), content)
-        connection = self.pool.take(deadline=deadline, fresh=fresh)
         connection.stream.deadline, connection.stream.silence_s = deadline, silence_s
         connection.stream.body_follows_at_once = isinstance(content, bytes) and bool(content)
         try:
+            request = self.pool.request(method, target, self._request_headers(request_id, content, headers), content)
             response = connection.http.handle_request(request)
         except _NETWORK_ERRORS as exc:
             self.pool.give_back(connection)
@@ -179,6 +196,7 @@ class Transport:
         headers: Mapping[str, str] | None = None,
         timeout_s: float | None = None,
         idempotent: bool = True,
+        lane: Lane = Lane.SHORT,
     ) -> T:
         """One call with a JSON answer within one overall time-out; the body is `value` as JSON, or `raw` as it is.
 
@@ -192,7 +210,9 @@ class Transport:
         attempt = 0
         while True:
             try:
-                return self._call_once(method, target, kind, content, headers, deadline, fresh=not idempotent)
+                return self._call_once(
+                    method, target, kind, content, headers, deadline, fresh=not idempotent, lane=lane
+                )
             except OpenDSecError as error:
                 now = time.monotonic()
                 first_failure = now if first_failure is None else first_failure
@@ -249,10 +269,18 @@ class Transport:
         deadline: float,
         *,
         fresh: bool,
+        lane: Lane,
     ) -> T:
         silence_s = max(0.001, deadline - time.monotonic())
         body = self.open(
-            method, target, content=content, headers=headers, deadline=deadline, silence_s=silence_s, fresh=fresh
+            method,
+            target,
+            content=content,
+            headers=headers,
+            deadline=deadline,
+            silence_s=silence_s,
+            fresh=fresh,
+            lane=lane,
         )
         data = body.read_all(MAX_ANSWER_BYTES, deadline=deadline, silence_s=silence_s)
         return decode_answer(data, kind, body.request_id)
