@@ -140,6 +140,9 @@ class Batches:
         full = {edge_of(run.ids[index]) for index in run.refused}
         views = [view for view in await self._edges.views() if view.name not in full]
         refused, run.refused = run.refused, {}
+        away = [index for index, error in refused.items() if isinstance(error, errors.ConnectError)]
+        if run.claim is not None:  # an earlier request with this key may have reached that edge
+            await self._reclaimer.add(run.caller.project, [run.ids[index] for index in away])
         if views:
             names = order(views, seed=secrets.randbits(32))
             for position, index in enumerate(sorted(refused)):

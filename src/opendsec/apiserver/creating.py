@@ -104,7 +104,7 @@ class Creating:
                 told = True
                 return answer
             except errors.OpenDSecError as exc:
-                told = not isinstance(exc, errors.TransportError) or isinstance(exc, errors.ConnectError)
+                told = not outcome_unknown(exc)
                 if not may_try_elsewhere(exc):
                     raise
                 reasons[name] = exc
@@ -123,12 +123,12 @@ class Creating:
                 claim = await self._creations.move(claim, (new_sandbox_id(name),))
             try:
                 answer = await self._ask(request, caller, claim.sandbox_ids[0])
-            except errors.TransportError as exc:
-                if not isinstance(exc, errors.ConnectError):
-                    raise  # it may be running: the key keeps standing for it
-                reasons[name] = exc
-                continue
             except errors.OpenDSecError as exc:
+                if outcome_unknown(exc):
+                    raise  # it may be running: the key keeps standing for it
+                if isinstance(exc, errors.ConnectError):
+                    # An earlier request with this key may have reached that edge before it went away.
+                    await self._reclaimer.add(caller.project, claim.sandbox_ids)
                 if not may_try_elsewhere(exc):
                     await self._creations.forget(claim)
                     raise
@@ -177,6 +177,11 @@ class Creating:
         except errors.NotFoundError as exc:
             raise gone_again(sandbox_id) from exc
         return answer
+
+
+def outcome_unknown(error: errors.OpenDSecError) -> bool:
+    """Whether the sandbox may have been started although the edge did not say so."""
+    return type(error) is errors.TransportError
 
 
 def gone_again(sandbox_id: SandboxId) -> errors.ConflictError:

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -174,6 +174,8 @@ async def _take_over_and_stop(local: Local, *, show: bool) -> Stopped:
         stopped = await stop_platform(local, os.environ, on_progress=on_progress)
         if not stopped.failed:
             (local.run_dir / "up.lock").unlink(missing_ok=True)
+            with suppress(OSError):
+                local.run_dir.rmdir()  # not empty: other things than ours are in it
     return stopped
 
 

@@ -7,10 +7,7 @@ which part of a token was wrong.
 from __future__ import annotations
 
 import hmac
-import os
-import secrets
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 from opendsec import errors
 from opendsec.server.asgi import Scope, header
@@ -49,25 +46,3 @@ def constant_token(expected: str) -> Verify:
         return True
 
     return verify
-
-
-def shared_token(path: Path) -> str:
-    """The secret of apiserver and edge on one machine: the file's content; whoever comes first makes it (mode 0600).
-
-    Raises OSError, or UnauthorizedError for a file that does not hold a token.
-    """
-    path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fresh = path.with_name(f".{path.name}.{os.getpid()}")
-    descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        with os.fdopen(descriptor, "w", encoding="ascii") as file:
-            file.write(secrets.token_urlsafe(32))
-        os.link(fresh, path)
-    except FileExistsError:
-        pass
-    finally:
-        fresh.unlink()
-    token = path.read_text(encoding="ascii").strip()
-    if len(token) < 16:
-        raise errors.UnauthorizedError(f"{path} does not hold a token", remedy="remove it and start again")
-    return token

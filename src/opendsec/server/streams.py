@@ -51,6 +51,9 @@ async def _pump(send: Send, chunks: AsyncGenerator[bytes], *, status: int, heade
     await send({"type": "http.response.body", "body": first, "more_body": True})
     async for chunk in chunks:
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        # A server drops what it is given after the client has left, without waiting: a source that never waits either
+        # would hold the loop to its end.
+        await asyncio.sleep(0)
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
@@ -21,13 +23,6 @@ from opendsec.server.asgi import ASGIApp
 from opendsec.server.runner import Address, listen, serve
 
 TOKEN = "the-token-of-these-edges"
-
-
-@pytest.fixture(scope="module")
-def anyio_backend() -> tuple[str, dict[str, bool]]:
-    """The loop the servers really run on: its transports differ from asyncio's own."""
-    return "asyncio", {"use_uvloop": True}
-
 
 
 @dataclass
@@ -109,3 +104,37 @@ def start(tmp_path: Path) -> Start:
             yield Platform(tmp_path, client, edges, keys)
 
     return started
+
+
+@contextlib.asynccontextmanager
+async def edge_process(name: str, folder: Path) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A double in a process of its own, killed with -9 on the way out."""
+    path = folder / f"{name}.sock"
+    root = Path(__file__).parents[3]
+    words = [sys.executable, "-m", "tests.cluster.apiserver.edge_double", name, str(path), TOKEN]
+    process = await asyncio.create_subprocess_exec(*words, cwd=root, env={**os.environ, "PYTHONPATH": f"{root}/src"})
+    try:
+        async with asyncio.timeout(20):
+            while not await _answers(path):
+                await asyncio.sleep(0.02)
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _answers(path: Path) -> bool:
+    try:
+        _, writer = await asyncio.open_unix_connection(str(path))
+    except OSError:
+        return False
+    writer.close()
+    return True
+
+
+@contextlib.asynccontextmanager
+async def alone(settings: Settings, folder: Path, *, patience_s: float) -> AsyncIterator[None]:
+    """An apiserver without edges, on its socket."""
+    async with apiserver(settings, patience_s=patience_s) as app, serving(app, folder / "api.sock"):
+        yield

@@ -22,7 +22,7 @@ from opendsec.model.image import Image, ImageConfig
 from opendsec.model.node import NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import SandboxSpec
 from opendsec.server.app import make_app
-from opendsec.server.asgi import ASGIApp, body_chunks, header, query
+from opendsec.server.asgi import ASGIApp, Scope, body_chunks, header, query
 from opendsec.server.auth import constant_token
 from opendsec.server.runner import Address, listen, run, serve
 from opendsec.server.streams import AsgiAnswer, StreamAnswer, ndjson_answer
@@ -36,7 +36,7 @@ InState = Annotated[str, QueryParameter(name="state")]
 
 @dataclass
 class EdgeDouble:
-    """`capacity`: sandboxes it admits; `start_s`: how long a start takes; `cut_after`: bytes a download breaks after."""
+    """`capacity`: sandboxes it admits; `start_s`: how long a start takes; `cut_after`: bytes a download breaks at."""
 
     name: str
     capacity: int = 1_000_000
@@ -46,6 +46,9 @@ class EdgeDouble:
     sandboxes: dict[SandboxId, SandboxStatus] = field(default_factory=dict)
     starts: list[SandboxId] = field(default_factory=list)
     requests: list[tuple[str, str, dict[str, str]]] = field(default_factory=list)
+    missed: list[tuple[str, str]] = field(default_factory=list)
+    """Targets without an endpoint here, with the header x-custom."""
+    live: int = 0
     gone: int = 0
     streaming: int = 0
 
@@ -67,13 +70,10 @@ class EdgeDouble:
         )
         self.sandboxes[sandbox_id] = status
         self.starts.append(sandbox_id)
+        self.live += 1
         if self.start_s:
             await asyncio.sleep(self.start_s)
         return status
-
-    @property
-    def live(self) -> int:
-        return sum(status.state is SandboxState.RUNNING for status in self.sandboxes.values())
 
     def find(self, sandbox_id: str, request: Incoming) -> SandboxStatus:
         status = self.sandboxes.get(SandboxId(sandbox_id))
@@ -143,7 +143,9 @@ async def one(request: Incoming, sandbox_id: FromPath[str]) -> SandboxStatus:
 @delete("/v1/sandboxes/{sandbox_id:str}", status_code=200)
 async def stop(request: Incoming, sandbox_id: FromPath[str]) -> SandboxStatus:
     double = _double(request)
-    status = replace(double.find(sandbox_id, request), state=SandboxState.STOPPED, ended_at=time.time())
+    found = double.find(sandbox_id, request)
+    double.live -= found.state is SandboxState.RUNNING
+    status = replace(found, state=SandboxState.STOPPED, ended_at=time.time())
     double.sandboxes[status.sandbox_id] = status
     return status
 
@@ -218,7 +220,16 @@ async def node(request: Incoming) -> NodeReport:
 def make_double(double: EdgeDouble, *, token: str) -> ASGIApp:
     """Its ASGI app."""
     routes = [create, batch, list_all, one, stop, download, upload, echo, images, node]
-    return make_app(routes, title="double", version="0", verify=constant_token(token), state={"double": double})
+
+    def raw(scope: Scope) -> ASGIApp | None:
+        if "nowhere" in scope["path"]:
+            target = scope["raw_path"] + b"?" + scope["query_string"]
+            double.missed.append((target.decode("latin-1"), header(scope, b"x-custom") or ""))
+        return None
+
+    return make_app(
+        routes, title="double", version="0", verify=constant_token(token), raw=raw, state={"double": double}
+    )
 
 
 if __name__ == "__main__":
