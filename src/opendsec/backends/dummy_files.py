@@ -182,7 +182,7 @@ class FileTree:
             raise _error(errno.ENOENT, path)
         if not name or not new_name or self._holds(node, new_parent):
             raise _error(errno.EINVAL, path)
-        if old is node:
+        if old is node and overwrite:
             return
         if old is not None:
             self._check_replace(node, old, target, overwrite=overwrite)

@@ -311,6 +311,7 @@ class Machine:
         GuestLostError."""
         known = self.commands.get(command_id)
         if known is not None:
+            known.attach(known.streams[1].base, known.streams[2].base)
             return known.pid
         self._check(start)
         session = await self._session(start, connection) if start.session else None

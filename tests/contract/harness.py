@@ -1,0 +1,195 @@
+"""What every contract test works with: one sandbox on one backend, driven as an edge drives it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass, field
+from ipaddress import IPv4Network
+from pathlib import Path
+
+from tests.images import make_busybox_image, make_scratch_image
+
+from opendsec.backends.base import Backend, Running, StartPlan
+from opendsec.backends.container import ContainerBackend
+from opendsec.backends.dummy import DummyBackend
+from opendsec.guest.base import Exit, Guest, Output, StartCommand, StdinTaken
+from opendsec.linux.cgroup import choose_driver, find_mounts
+from opendsec.linux.network import SandboxNetwork
+from opendsec.model.ids import new_sandbox_id
+from opendsec.model.image import Image, ImageConfig
+from opendsec.model.spec import BackendKind, Resources, SandboxSpec
+from opendsec.store.images import ImageStore
+from opendsec.store.mounts import LayerMounts
+
+ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+
+@dataclass(slots=True)
+class Result:
+    """All of a command: what came out and how it ended."""
+
+    stdout: bytes
+    stderr: bytes
+    exit: Exit
+
+
+@dataclass(slots=True)
+class Sandbox:
+    """A running sandbox and the numbering of its commands."""
+
+    backend: Backend
+    plan: StartPlan
+    running: Running
+    last_command: int = 0
+
+    @property
+    def guest(self) -> Guest:
+        return self.running.guest
+
+    async def start(self, script: str | None = None, **fields: object) -> int:
+        """Start a command; its id."""
+        self.last_command += 1
+        command_id = self.last_command
+        fields.setdefault("env", ENV)
+        await self.guest.start(command_id, StartCommand(script=script, **fields))  # type: ignore[arg-type]
+        return command_id
+
+    async def run(self, script: str | None = None, **fields: object) -> Result:
+        """Run to the end."""
+        return await self.finish(await self.start(script, **fields))
+
+    async def finish(self, command_id: int, *, stdout: bytes = b"", stderr: bytes = b"") -> Result:
+        """Read the rest, acknowledging as an edge does; offsets must have neither gaps nor overlaps."""
+        streams = {1: bytearray(stdout), 2: bytearray(stderr)}
+        async for event in self.guest.events(command_id):
+            if isinstance(event, Output):
+                assert event.offset == len(streams[event.stream])
+                streams[event.stream] += event.data
+                self.guest.ack(command_id, len(streams[1]), len(streams[2]))
+            elif isinstance(event, Exit):
+                self.guest.release(command_id)
+                return Result(bytes(streams[1]), bytes(streams[2]), event)
+            else:
+                assert isinstance(event, StdinTaken)
+        raise AssertionError("the events ended without an exit")
+
+    async def wait_for(self, command_id: int, text: bytes) -> bytes:
+        """Output so far, as soon as it holds `text`; stdout only."""
+        seen = bytearray()
+        async for event in self.guest.events(command_id):
+            if isinstance(event, Output) and event.stream == 1:
+                seen += event.data
+            if text in seen:
+                return bytes(seen)
+            assert not isinstance(event, Exit), f"ended before {text!r}: {seen!r}"
+        raise AssertionError("the events ended")
+
+
+@dataclass(slots=True)
+class Place:
+    """A backend with its images, and directories for sandboxes."""
+
+    backend: Backend
+    images: Mapping[str, Image]
+    state_dir: Path
+    run_dir: Path
+    slots: list[int] = field(default_factory=lambda: list(range(64)))
+
+    def plan(
+        self, image: str = "busybox", *, resources: Resources | None = None, rules: Mapping[str, bool] | None = None
+    ) -> StartPlan:
+        """A plan with fresh, empty directories."""
+        sandbox_id = new_sandbox_id("contract")
+        state, run = self.state_dir / sandbox_id, self.run_dir / sandbox_id
+        for directory in (state, run):
+            directory.mkdir(mode=0o700)
+        spec = SandboxSpec(
+            image=image,
+            backend=self.backend.kind,
+            resources=resources or Resources(),
+            network_rules=rules or {},
+        )
+        slot = self.slots.pop(0)
+        return StartPlan(
+            sandbox_id=sandbox_id, spec=spec, image=self.images[image], state_dir=state, run_dir=run, slot=slot
+        )
+
+    @contextlib.asynccontextmanager
+    async def sandbox(
+        self, image: str = "busybox", *, resources: Resources | None = None, rules: Mapping[str, bool] | None = None
+    ) -> AsyncIterator[Sandbox]:
+        """A started sandbox, destroyed afterwards; its directories must be empty then."""
+        plan = self.plan(image, resources=resources, rules=rules)
+        try:
+            yield Sandbox(self.backend, plan, await self.backend.start(plan))
+        finally:
+            await self.destroy(plan)
+
+    async def destroy(self, plan: StartPlan) -> None:
+        """Destroy by id and slot only, as after a crash; nothing may be left."""
+        await self.backend.destroy(
+            plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot
+        )
+        left = [str(path) for directory in (plan.state_dir, plan.run_dir) for path in directory.rglob("*")]
+        assert left == []
+        plan.state_dir.rmdir()
+        plan.run_dir.rmdir()
+        self.slots.append(plan.slot)
+
+
+@contextlib.asynccontextmanager
+async def dummy_place() -> AsyncIterator[Place]:
+    """The in-memory backend; any image is as good as any other."""
+    backend = DummyBackend()
+    await backend.open()
+    images = {
+        name: Image(name=name, digest="sha256:0", layers=(), config=ImageConfig(), created_at=0)
+        for name in ("busybox", "scratch")
+    }
+    with tempfile.TemporaryDirectory() as work:
+        state, run = Path(work) / "state", Path(work) / "run"
+        state.mkdir()
+        run.mkdir()
+        yield Place(backend, images, state, run)
+    await backend.close()
+
+
+def container_backend(layers: LayerMounts, state: Path, run: Path) -> ContainerBackend:
+    """A backend that disturbs no other on this machine."""
+    network = SandboxNetwork(
+        state_file=run / "ip_forward", prefix=IPv4Network("10.211.0.0/16"), links="ods-c", table="opendsec_contract"
+    )
+    return ContainerBackend(
+        layers=layers, state_dir=state, run_dir=run, cgroup_root=f"opendsec-contract-{os.getpid()}", network=network
+    )
+
+
+@contextlib.asynccontextmanager
+async def container_place() -> AsyncIterator[Place]:
+    """Real containers in directories and control groups of their own."""
+    state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
+    run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    store = ImageStore(state / "store")
+    images = {"busybox": make_busybox_image(store), "scratch": make_scratch_image(store)}
+    layers = LayerMounts(store, run / "layers")
+    backend = container_backend(layers, state, run)
+    try:
+        await backend.open()
+        for image in images.values():
+            layers.acquire(image)
+        (state / "sbx").mkdir(mode=0o700)
+        (run / "sbx").mkdir(mode=0o700)
+        yield Place(backend, images, state / "sbx", run / "sbx")
+    finally:
+        await backend.close()
+        layers.unmount_all()
+        choose_driver(find_mounts(), root=f"opendsec-contract-{os.getpid()}").remove_root()
+        shutil.rmtree(state)
+        shutil.rmtree(run)
+
+
+PLACES = {BackendKind.DUMMY: dummy_place, BackendKind.CONTAINER: container_place}

@@ -1,0 +1,79 @@
+"""Limits on every backend: they limit, they are counted, and the agent stays alive."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+from tests.contract.harness import Place, Sandbox
+
+from opendsec.backends.base import Capability
+from opendsec.guest.base import GuestError
+from opendsec.model.spec import BackendKind, Resources
+
+pytestmark = pytest.mark.anyio
+MIB = 1024 * 1024
+
+
+def need(place: Place, capability: Capability) -> None:
+    if capability not in place.backend.capabilities:
+        pytest.skip(f"capability: {capability}: {'; '.join(place.backend.report().reasons)}")
+
+
+def on(box: Sandbox, *, container: str, dummy: str) -> str:
+    return container if box.backend.kind == BackendKind.CONTAINER else dummy
+
+
+async def test_too_much_memory(place: Place) -> None:
+    need(place, Capability.MEMORY_LIMIT)
+    async with place.sandbox(resources=Resources(memory_limit_mb=32)) as box:
+        eat = on(box, container="x=$(yes | head -c 100000000)", dummy="allocate 100")
+        result = await box.run(eat)
+        assert result.exit.signal == 9 or result.exit.exit_code in (137, 2)
+        assert box.backend.usage(box.running.handle).oom_kills == 1
+        assert (await box.run("echo alive")).stdout == b"alive\n"
+
+
+async def test_too_many_processes(place: Place) -> None:
+    need(place, Capability.PIDS_LIMIT)
+    async with place.sandbox(resources=Resources(pids_limit=16)) as box:
+        fork = on(box, container="for i in $(seq 40); do sleep 1000 & done; wait", dummy="forks 40")
+        command = await box.start(fork, timeout_ms=5000, grace_ms=0)
+        await box.finish(command)
+        denied = box.backend.usage(box.running.handle).pids_denied
+        assert denied is not None
+        assert denied >= 1
+        assert (await box.run("echo alive")).stdout == b"alive\n"
+
+
+async def zeros(size_bytes: int) -> AsyncIterator[bytes]:
+    for _ in range(size_bytes // MIB):
+        yield bytes(MIB)
+
+
+async def test_a_full_disk(place: Place) -> None:
+    need(place, Capability.DISK_LIMIT)
+    async with place.sandbox(resources=Resources(disk_limit_mb=16)) as box:
+        with pytest.raises(GuestError) as refused:
+            await box.guest.write_file("/big", zeros(40 * MIB))
+        assert (refused.value.code, refused.value.errno) == ("file", 28)
+        async with asyncio.timeout(10):  # what had arrived is deleted in the agent's own time
+            while box.backend.usage(box.running.handle).disk_full:
+                await asyncio.sleep(0.01)
+        if box.backend.kind == BackendKind.CONTAINER:
+            assert (await box.run("yes > /big")).exit.exit_code == 1
+        else:
+            await box.guest.write_file("/big", zeros(16 * MIB))
+        assert box.backend.usage(box.running.handle).disk_full is True
+        assert (await box.run("echo alive")).stdout == b"alive\n"
+
+
+async def test_cpu_is_counted(place: Place) -> None:
+    need(place, Capability.CPU_LIMIT)
+    async with place.sandbox(resources=Resources(cpu_cores_limit=0.1)) as box:
+        end = (await box.run("i=0; while true; do i=$((i+1)); done", timeout_ms=1000, grace_ms=0)).exit
+        used_s = box.backend.usage(box.running.handle).cpu_s
+        assert end.reason == 1
+        assert used_s is not None
+        assert 0.01 < used_s < 0.5
