@@ -26,6 +26,7 @@ class EdgeProcess:
 
     def __init__(self, root: Path, run_dir: Path, *, backends: str = "dummy", **settings: str) -> None:
         self.socket = run_dir / "edge-local.sock"
+        self.cgroup = settings.get("OPENDSEC_EDGE_CGROUP", "")
         self._environment: Mapping[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")},
             "PYTHONPATH": str(SOURCE),

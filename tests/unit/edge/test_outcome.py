@@ -11,8 +11,8 @@ from opendsec.edge.outcome import Counters, Recorded
 from opendsec.errors import ExecError, NoShellError, UnsupportedError
 from opendsec.guest.base import Exit, GuestError
 from opendsec.model.command import EndReason, ExecRequest, PtySize
-from opendsec.model.image import ImageConfig
 from opendsec.model.ids import CommandId
+from opendsec.model.image import ImageConfig
 from opendsec.model.spec import SandboxSpec
 
 ONE = CommandId("cmd-1")

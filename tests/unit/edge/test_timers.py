@@ -7,9 +7,9 @@ import time
 from dataclasses import dataclass, field
 
 import pytest
+from tests.unit.edge.edges import until
 
 from opendsec.edge.timers import Timers
-from tests.unit.edge.edges import until
 
 pytestmark = pytest.mark.anyio
 

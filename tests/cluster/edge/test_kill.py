@@ -1,0 +1,204 @@
+"""kill -9 of an edge with real containers under load: nothing is lost, nothing is left over."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import shutil
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from tests.cluster.edge.processes import EdgeProcess
+from tests.images import make_busybox_image
+
+from opendsec.linux import libc
+from opendsec.linux.cgroup import choose_driver, find_mounts
+from opendsec.linux.mount import mountinfo
+from opendsec.store.images import ImageStore
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.root,
+    pytest.mark.userns,
+    pytest.mark.netns,
+    pytest.mark.cgroup,
+    pytest.mark.erofs,
+    pytest.mark.overlay,
+    pytest.mark.native,
+]
+SPEC = {"image": "busybox", "lifetime": {"ttl_running_stop": None}}
+
+
+@pytest.fixture
+async def edge() -> AsyncIterator[EdgeProcess]:
+    name = secrets.token_hex(4)
+    root, run_dir = Path(f"/var/lib/opendsec-edge-{name}"), Path(f"/run/ods-{name}")
+    root.mkdir()
+    run_dir.mkdir()
+    store = ImageStore(root / "store")
+    make_busybox_image(store)
+    cgroup = f"opendsec-test-{name}"
+    one = EdgeProcess(root, run_dir, backends="container", OPENDSEC_EDGE_CGROUP=cgroup)
+    try:
+        await one.start()
+        yield one
+        await one.delete_all()
+        await nothing_left(one)
+        assert one.stop() == 0
+    finally:
+        await one.close()
+        for entry in reversed(mountinfo()):
+            if Path(entry.target).is_relative_to(run_dir):
+                libc.umount2(entry.target, libc.MNT_DETACH)
+        choose_driver(find_mounts(), root=cgroup).remove_root()
+        shutil.rmtree(run_dir)
+        shutil.rmtree(root)
+
+
+async def nothing_left(edge: EdgeProcess) -> None:
+    """No process, directory or control group of any sandbox."""
+    assert list((edge.socket.parent / "sbx").iterdir()) == []
+    assert list(edge.log.parent.glob("edge/local/sandboxes/*/box")) == []
+    left = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{edge.cgroup}/*/sbx-*")]
+    left += [str(path) for path in Path("/sys/fs/cgroup").glob(f"{edge.cgroup}/*/sbx-*")]
+    assert left == []
+    until = time.monotonic() + 10
+    while held := [told for told in map(_told, filter(str.isdigit, os.listdir("/proc"))) if edge.cgroup in told]:
+        # The host's init reaps the guest agents in its own time.
+        assert time.monotonic() < until, held
+        await asyncio.sleep(0.05)
+
+
+def _told(pid: str) -> str:
+    """Name, state and control groups of a process."""
+    try:
+        return "".join(Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8") for name in ("stat", "cgroup"))
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+async def restart(edge: EdgeProcess) -> None:
+    edge.kill()
+    await edge.start()
+
+
+async def until_known(edge: EdgeProcess, sandbox_id: str, script: str, **fields: Any) -> Any:
+    """As a client does: the same operation id until there is an answer."""
+    operation = secrets.token_hex(8)
+    async with asyncio.timeout(60):
+        while True:
+            try:
+                done = await edge.run(sandbox_id, script, operation_id=operation, **fields)
+            except httpx.TransportError:
+                await asyncio.sleep(0.05)
+                continue
+            if done.result is not None:
+                return done
+            assert done.error is None, done.error
+
+
+async def test_commands_outlive_the_edge(edge: EdgeProcess) -> None:
+    sandbox_id = await edge.create(**SPEC)
+    quiet = await edge.begin(sandbox_id, "echo before; sleep 3; echo after; exit 5")
+    noisy = await edge.begin(
+        sandbox_id, "i=0; while [ $i -lt 60000 ]; do echo line-$i; i=$((i+1)); done; echo err >&2; exit 6"
+    )
+    cat = await edge.begin(sandbox_id, "cat", stdin=True)
+    stdin = f"/v1/sandboxes/{sandbox_id}/commands/{cat}/stdin"
+    assert (await edge.client.post(f"{stdin}?offset=0", content=b"hello ")).json()["accepted"] == 6
+    for _ in range(3):
+        await restart(edge)
+    assert (await edge.client.post(f"{stdin}?offset=4&eof=true", content=b"o world")).json()["closed"]
+    assert bytes((await edge.output(sandbox_id, cat)).stdout) == b"hello world"
+    done = await edge.output(sandbox_id, quiet)
+    assert (bytes(done.stdout), done.result and done.result["exit_code"]) == (b"before\nafter\n", 5)
+    done = await edge.output(sandbox_id, noisy)
+    assert bytes(done.stdout) == b"".join(b"line-%d\n" % n for n in range(60_000))
+    assert (bytes(done.stderr), done.result and done.result["exit_code"]) == (b"err\n", 6)
+
+
+async def test_kills_under_load_lose_nothing(edge: EdgeProcess) -> None:
+    ids = [await edge.create(**SPEC) for _ in range(4)]
+    results: list[tuple[str, int, Any]] = []
+    stop = asyncio.Event()
+
+    async def work(sandbox_id: str, lane: int) -> None:
+        count = 0
+        while not stop.is_set():
+            script = f"echo {lane}-{count} >> /log-{lane}; echo out-{count}; exit {count % 100}"
+            done = await until_known(edge, sandbox_id, script)
+            results.append((sandbox_id, count, done))
+            count += 1
+        log = await until_known(edge, sandbox_id, f"cat /log-{lane}")
+        assert bytes(log.stdout).decode().split() == [f"{lane}-{n}" for n in range(count)], (
+            "a command ran twice, or never"
+        )
+
+    async with asyncio.TaskGroup() as group:
+        for sandbox_id in ids:
+            for lane in range(3):
+                group.create_task(work(sandbox_id, lane))
+        for _ in range(4):
+            await asyncio.sleep(0.3)
+            await restart(edge)
+        await asyncio.sleep(0.3)
+        stop.set()
+    assert len(results) > 12
+    for _, count, done in results:
+        assert bytes(done.stdout) == b"out-%d\n" % count
+        assert done.result["exit_code"] == count % 100
+        assert done.result["end_reason"] == "exited"
+
+
+async def test_kills_while_creating_and_deleting_leave_nothing_behind(edge: EdgeProcess) -> None:
+    async def ask(method: str, url: str, body: Any = None) -> None:
+        try:
+            await edge.client.request(method, url, json=body)
+        except httpx.TransportError:
+            return
+
+    known: list[str] = []
+    for round_number in range(3):
+        fresh = [f"sbx-local-{secrets.token_hex(8).translate(str.maketrans('0189', 'wxyz'))}" for _ in range(12)]
+        creating = [
+            asyncio.ensure_future(ask("POST", "/v1/sandboxes", {"spec": SPEC, "sandbox_id": one})) for one in fresh
+        ]
+        deleting = [asyncio.ensure_future(ask("DELETE", f"/v1/sandboxes/{one}")) for one in known]
+        await asyncio.sleep(0.02 * (round_number + 1))
+        await restart(edge)
+        await asyncio.gather(*creating, *deleting)
+        items = (await edge.client.get("/v1/sandboxes?state=all&limit=1000")).json()["items"]
+        known = [item["sandbox_id"] for item in items if item["state"] == "running"]
+        for one in known:
+            done = await edge.run(one, "echo alive")
+            assert bytes(done.stdout) == b"alive\n"
+        assert all(item["state"] in ("running", "stopping", "stopped", "failed") for item in items)
+    until = time.monotonic() + 10
+    while (await edge.client.get("/v1/sandboxes?state=stopping")).json()["items"]:
+        assert time.monotonic() < until
+        await asyncio.sleep(0.05)
+
+
+async def test_sandbox_killed_while_no_edge_ran(edge: EdgeProcess) -> None:
+    sandbox_id = await edge.create(**SPEC)
+    command_id = await edge.begin(sandbox_id, "echo begun; sleep 1000")
+    edge.kill()
+    driver = choose_driver(find_mounts(), root=edge.cgroup)
+    driver.open()
+    try:
+        driver.kill(sandbox_id)
+    finally:
+        driver.close()
+    await edge.start()
+    async with asyncio.timeout(10):
+        while (status := (await edge.client.get(f"/v1/sandboxes/{sandbox_id}")).json())["state"] == "stopping":
+            await asyncio.sleep(0.02)
+    assert (status["state"], status["end_reason"]) == ("failed", "guest_lost")
+    done = await edge.output(sandbox_id, command_id)
+    assert done.result is not None
+    assert (done.result["exit_code"], done.result["end_reason"]) == (None, "sandbox_ended")
