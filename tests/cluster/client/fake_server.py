@@ -44,8 +44,8 @@ class Program:
     copies_stdin: bool = False
     holds: bool = False
     """Runs until it is killed."""
-    ignores_stdin: bool = False
-    """Ends without reading it."""
+    ignores_stdin: errors.OpenDSecError | None = None
+    """The refusal of a program that does not read it."""
     total_extra: int = 0
     """So many bytes of stdout more were written than kept; honest only together with `truncated`."""
     truncated: bool = False
@@ -432,8 +432,8 @@ async def _read_body(reader: asyncio.StreamReader, headers: dict[str, str]) -> b
 
 def _take_stdin(command: Command, request: Request) -> contracts.StdinStatus:
     offset = int(request.get("offset", "0"))
-    if command.program.ignores_stdin:
-        raise errors.ConflictError("the command's stdin is closed")
+    if command.program.ignores_stdin is not None:
+        raise command.program.ignores_stdin
     if offset > len(command.stdin):
         raise errors.ConflictError("a gap in stdin", detail={"field": "offset"})
     command.stdin += request.body[len(command.stdin) - offset :]

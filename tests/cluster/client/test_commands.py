@@ -134,8 +134,13 @@ async def test_stdin_arrives_exactly_once(server: FakeServer, sandbox: opendsec.
     assert (await sandbox.run_shell("cat", stdin="é")).stdout == "é"
 
 
-async def test_program_that_does_not_want_its_stdin(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
-    server.programs["true"] = Program(ignores_stdin=True)
+@pytest.mark.parametrize(
+    "refusal", [opendsec.ConflictError("it has ended"), opendsec.CommandError("closed", detail={"errno": "EPIPE"})]
+)
+async def test_program_that_does_not_want_its_stdin(
+    server: FakeServer, sandbox: opendsec.Sandbox, refusal: opendsec.OpenDSecError
+) -> None:
+    server.programs["true"] = Program(ignores_stdin=refusal)
     assert (await sandbox.run_shell("true", stdin=BIG * 3)).exit_code == 0
     process = await sandbox.commands.start("true", stdin=True)
     with pytest.raises(opendsec.ConflictError):

@@ -18,7 +18,7 @@ from opendsec.client._async.connection import Lane
 from opendsec.client._async.follow import STDERR, STDOUT, Chunk, Follower
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import AsyncGate, AsyncLock, async_pause
-from opendsec.errors import ConflictError, DeadlineError
+from opendsec.errors import CommandError, ConflictError, DeadlineError
 from opendsec.model.command import CommandResult, CommandStatus, PtySize
 from opendsec.wire.contracts import SignalRequest, StdinStatus
 
@@ -110,9 +110,14 @@ class ProcessInput:
     async def _post(self, data: bytes, *, eof: bool) -> StdinStatus:
         query = {"offset": self._offset, "eof": eof}
         where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
-        return await self._transport.call(
-            "POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG
-        )
+        try:
+            return await self._transport.call(
+                "POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG
+            )
+        except CommandError as error:
+            if error.detail.get("errno") == "EPIPE":
+                raise ConflictError("the program has closed its stdin", detail=error.detail) from error
+            raise
 
 
 class Process:

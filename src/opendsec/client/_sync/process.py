@@ -19,7 +19,7 @@ from opendsec.client._sync.connection import Lane
 from opendsec.client._sync.follow import STDERR, STDOUT, Chunk, Follower
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import Gate, Lock, pause
-from opendsec.errors import ConflictError, DeadlineError
+from opendsec.errors import CommandError, ConflictError, DeadlineError
 from opendsec.model.command import CommandResult, CommandStatus, PtySize
 from opendsec.wire.contracts import SignalRequest, StdinStatus
 
@@ -111,7 +111,12 @@ class ProcessInput:
     def _post(self, data: bytes, *, eof: bool) -> StdinStatus:
         query = {"offset": self._offset, "eof": eof}
         where = target("sandboxes", self._sandbox_id, "commands", self._command_id, "stdin", query=query)
-        return self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG)
+        try:
+            return self._transport.call("POST", where, StdinStatus, raw=data, timeout_s=STDIN_TIMEOUT_S, lane=Lane.LONG)
+        except CommandError as error:
+            if error.detail.get("errno") == "EPIPE":
+                raise ConflictError("the program has closed its stdin", detail=error.detail) from error
+            raise
 
 
 class Process:
