@@ -1,0 +1,111 @@
+"""Running, watching and identifying processes; none of it needs root."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from opendsec.linux import process
+from opendsec.linux.process import ProcessIdentity, ProgramError
+
+SHELL = Path("/bin/sh")
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+def test_start_ticks_behind_a_hostile_name() -> None:
+    fields = " ".join(str(number) for number in range(4, 53))
+    assert process.parse_start_ticks(f"42 (a) R 1 (b) S {fields}".encode()) == 22
+    own = process.identify(os.getpid())
+    assert own is not None
+    assert own.start_ticks > 0
+
+
+def test_an_identity_of_an_earlier_life_is_nobody() -> None:
+    own = process.identify(os.getpid())
+    assert own is not None
+    pidfd = process.open_process(own)
+    assert pidfd is not None
+    os.close(pidfd)
+    assert process.open_process(ProcessIdentity(own.pid, own.start_ticks - 1)) is None
+
+
+def test_of_an_ended_process_nothing_is_found() -> None:
+    pid, pidfd = process.spawn(SHELL, argv=("-c", "exit 3"))
+    identity = process.identify(pid)
+    assert identity is not None
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOWAIT)
+    assert process.has_ended(pidfd)
+    assert process.open_process(identity) is None
+    assert process.reap(pid) == 3
+    assert process.reap(pid) is None
+    assert process.identify(pid) is None
+    assert not process.send_signal(pidfd)
+    os.close(pidfd)
+
+
+@pytest.mark.anyio
+async def test_waiting_for_an_end() -> None:
+    pid, pidfd = process.spawn(SHELL, argv=("-c", "exec sleep 60"))
+    with pytest.raises(TimeoutError):
+        await process.wait_ended(pidfd, timeout_s=0.01)
+    assert process.send_signal(pidfd, signal.SIGTERM)
+    await process.wait_ended(pidfd, timeout_s=10)
+    assert process.reap(pid) == -signal.SIGTERM
+    os.close(pidfd)
+
+
+def test_spawned_programs_get_only_what_was_named() -> None:
+    reading, writing = os.pipe()
+    script = "echo $FOO $$ >&7; ps -o sid= -p $$ >&7"
+    env = {"FOO": "bar", "PATH": os.defpath}
+    pid, pidfd = process.spawn(SHELL, argv=("-c", script), fds={7: writing}, env=env)
+    os.close(writing)
+    os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+    with os.fdopen(reading) as stream:
+        assert stream.read().split() == ["bar", str(pid), str(pid)]
+    os.close(pidfd)
+
+
+def test_a_swap_of_descriptors_is_refused() -> None:
+    with pytest.raises(ValueError, match="another target's source"):
+        process.spawn(SHELL, fds={0: 1, 1: 0})
+
+
+@pytest.mark.anyio
+async def test_run_collects_everything() -> None:
+    script = "cat; echo words >&2; exit 4"
+    done = await process.run(["sh", "-c", script], timeout_s=10, stdin=b"x" * 200000, check=False)
+    assert (done.status, done.stdout, done.stderr) == (4, b"x" * 200000, b"words\n")
+    with pytest.raises(ProgramError, match=r"^sh ended with status 4: words$") as caught:
+        await process.run(["sh", "-c", "echo words >&2; exit 4"], timeout_s=10)
+    assert (caught.value.status, caught.value.stderr) == (4, b"words\n")
+
+
+@pytest.mark.anyio
+async def test_run_ends_what_takes_too_long_with_its_children() -> None:
+    with pytest.raises(TimeoutError):
+        await process.run(["sh", "-c", "sleep 60 & sleep 60"], timeout_s=0.05)
+    assert list(process.children(os.getpid())) == []
+
+
+def test_run_sync_keeps_the_same_promises(tmp_path: Path) -> None:
+    done = process.run_sync(["sh", "-c", "pwd; cat"], timeout_s=10, stdin=b"in", cwd=tmp_path)
+    assert done.stdout == f"{tmp_path}\nin".encode()
+    with pytest.raises(TimeoutError, match=r"sh did not end within 0\.05 s"):
+        process.run_sync(["sh", "-c", "sleep 60 & sleep 60"], timeout_s=0.05)
+    with pytest.raises(ProgramError, match="killed by signal 9"):
+        process.run_sync(["sh", "-c", "kill -9 $$"], timeout_s=10)
+    with pytest.raises(FileNotFoundError):
+        process.run_sync(["/no/such/program"], timeout_s=10)
+
+
+def test_programs_do_not_see_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENDSEC_API_KEY", "secret")
+    assert b"secret" not in process.run_sync(["env"], timeout_s=10).stdout
