@@ -339,10 +339,8 @@ def version(program: str) -> str:
 def print_machine() -> None:
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     model = next((line for line in lines if "model name" in line), "unknown")
-    print(
-        f"kernel {platform.release()}, {os.cpu_count()} CPUs,{model.partition(':')[2]}, Python
-        {platform.python_version()}"
-    )
+    cpus = f"{os.cpu_count()} CPUs,{model.partition(':')[2]}"
+    print(f"kernel {platform.release()}, {cpus}, Python {platform.python_version()}")
     for program in ("crun", "runc", "bwrap", "podman", "runsc"):
         print(f"  {program}: {version(program)}")
 
