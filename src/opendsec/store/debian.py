@@ -14,7 +14,6 @@ import email.utils
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,6 +21,7 @@ from pathlib import Path
 
 from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecError, NodeError
 from opendsec.model.image import Image, ImageConfig
+from opendsec.store.apt_sources import collect_keys, own_sources, public_sources
 from opendsec.store.durable import disk_full, remove_tree
 from opendsec.store.erofs import make_erofs
 from opendsec.store.images import ImageStore
@@ -53,7 +53,6 @@ TIMEOUT_S = 1800.0
 _PACKAGE = re.compile(r"[a-z0-9][a-z0-9+.-]+(?:[:/=][A-Za-z0-9.+:~-]+)?\Z")
 _SUITE = re.compile(r"[a-z][a-z0-9-]{1,40}\Z")
 _MIRROR = re.compile(r"(?:https?|file|copy)://?[^\s\"']+\Z")
-_ROLLING = frozenset({"sid", "unstable", "experimental", "rc-buggy", "testing"})
 _UNWANTED = ("usr/share/man", "usr/share/info", "usr/share/groff", "usr/share/lintian", "usr/share/linda")
 _EMPTIED = ("var/log", "var/cache/apt", "var/cache/ldconfig", "var/lib/apt/lists", "dev", "run", "tmp", "var/tmp")
 _EMPTY_FILES = ("etc/hostname", "etc/hosts", "etc/resolv.conf")
@@ -94,29 +93,7 @@ def recipe_digest(recipe: DebianRecipe) -> str:
     return digest_of(json.dumps(fields, sort_keys=True).encode())
 
 
-def public_sources(suite: str) -> list[str]:
-    """The apt source lines that stay in the image."""
-    lines = [f"deb http://deb.debian.org/debian {suite} main"]
-    if suite not in _ROLLING:
-        lines.append(f"deb http://deb.debian.org/debian {suite}-updates main")
-        lines.append(f"deb http://deb.debian.org/debian-security {suite}-security main")
-    return lines
-
-
-def sources_from_index(listing: Sequence[str], suite: str) -> list[str]:
-    """Source lines out of `apt-get indextargets`, one `URI RELEASE COMPONENT` a line, that serve this suite."""
-    wanted = (suite, f"{suite}-updates", f"{suite}-security")
-    found: list[str] = []
-    for line in listing:
-        fields = line.split()
-        if len(fields) == 3 and fields[1] in wanted and fields[2] == "main":
-            source = f"deb {fields[0]} {fields[1]} main"
-            if source not in found:
-                found.append(source)
-    return found if any(line.split()[2] == suite for line in found) else []
-
-
-def build_arguments(recipe: DebianRecipe, sources: Sequence[str], tree: Path) -> list[str]:
+def build_arguments(recipe: DebianRecipe, sources: Sequence[str], keys: Path, tree: Path) -> list[str]:
     """Arguments of mmdebstrap."""
     options = [f"--dpkgopt={option}" for option in _DPKG_OPTIONS]
     include = [f"--include={','.join(sorted(set(recipe.include)))}"] if recipe.include else []
@@ -126,6 +103,7 @@ def build_arguments(recipe: DebianRecipe, sources: Sequence[str], tree: Path) ->
         "--format=directory",
         "--verbose",
         "--skip=cleanup/apt/lists",
+        f"--keyring={keys}",
         *options,
         *include,
         recipe.suite,
@@ -197,26 +175,16 @@ def _bootstrap(tree: Path, recipe: DebianRecipe, proxies: Mapping[str, str], on_
         *(find_program("setpriv"), "--pdeathsig", "KILL"),
         *(find_program("unshare"), "--mount", "--propagation", "private", "--pid", "--fork", "--kill-child=KILL"),
     ]
-    sources = [f"deb {recipe.mirror} {recipe.suite} main"] if recipe.mirror else _own_sources(recipe.suite)
+    sources = [f"deb {recipe.mirror} {recipe.suite} main"] if recipe.mirror else own_sources(recipe.suite)
+    keys = collect_keys(sources, tree.parent / "keys")
     ended = run_program(
-        [*isolated, mmdebstrap, *build_arguments(recipe, sources, tree)],
+        [*isolated, mmdebstrap, *build_arguments(recipe, sources, keys, tree)],
         timeout_s=TIMEOUT_S,
         environment={**ENVIRONMENT, **proxies},
         on_line=lambda line: on_progress(Progress(phase="installing packages", detail=line)),
     )
     if ended.status != 0:
         raise _bootstrap_failed(ended, tree)
-
-
-def _own_sources(suite: str) -> list[str]:
-    """This machine's mirrors of the suite, else the public ones."""
-    apt = shutil.which("apt-get", path=ENVIRONMENT["PATH"])
-    if apt is None:
-        return public_sources(suite)
-    listing = run_program(
-        [apt, "indextargets", "--format", "$(REPO_URI) $(RELEASE) $(COMPONENT)", "Created-By: Packages"], timeout_s=60
-    )
-    return sources_from_index(listing.tail, suite) or public_sources(suite)
 
 
 def _bootstrap_failed(ended: Ended, tree: Path) -> Exception:

@@ -17,41 +17,9 @@ from opendsec.store.debian import (
     check_recipe,
     image_config,
     index_date,
-    public_sources,
     recipe_digest,
-    sources_from_index,
 )
 from opendsec.store.images import ImageStore
-
-LISTING = [
-    "http://mirror.example/debian/ bookworm main",
-    "http://mirror.example/debian/ bookworm main",
-    "http://mirror.example/debian/ bookworm contrib",
-    "http://mirror.example/debian/ bookworm-updates main",
-    "http://mirror.example/security/ bookworm-security main",
-    "https://deb.nodesource.com/node_20.x/ nodistro main",
-    "http://archive.ubuntu.com/ubuntu/ jammy main",
-    "not a line",
-]
-
-
-def test_own_mirrors_of_the_suite_only() -> None:
-    assert sources_from_index(LISTING, "bookworm") == [
-        "deb http://mirror.example/debian/ bookworm main",
-        "deb http://mirror.example/debian/ bookworm-updates main",
-        "deb http://mirror.example/security/ bookworm-security main",
-    ]
-    assert sources_from_index(LISTING, "trixie") == []
-    assert sources_from_index(["http://x/ bookworm-updates main"], "bookworm") == []
-
-
-def test_the_image_gets_public_sources() -> None:
-    assert public_sources("bookworm") == [
-        "deb http://deb.debian.org/debian bookworm main",
-        "deb http://deb.debian.org/debian bookworm-updates main",
-        "deb http://deb.debian.org/debian-security bookworm-security main",
-    ]
-    assert public_sources("sid") == ["deb http://deb.debian.org/debian sid main"]
 
 
 def test_equal_requests_have_equal_recipes() -> None:
@@ -63,10 +31,12 @@ def test_equal_requests_have_equal_recipes() -> None:
 
 
 def test_arguments(tmp_path: Path) -> None:
-    arguments = build_arguments(DebianRecipe(include=("git", "gcc", "git")), ["deb http://m/ bookworm main"], tmp_path)
-    assert "--include=gcc,git" in arguments
+    arguments = build_arguments(
+        DebianRecipe(include=("git", "gcc", "git")), ["deb http://m/ bookworm main"], Path("/k"), tmp_path
+    )
+    assert {"--include=gcc,git", "--keyring=/k"} < set(arguments)
     assert arguments[-3:] == ["bookworm", str(tmp_path), "deb http://m/ bookworm main"]
-    bare = build_arguments(DebianRecipe(include=()), [], tmp_path)
+    bare = build_arguments(DebianRecipe(include=()), [], Path("/k"), tmp_path)
     assert not [argument for argument in bare if argument.startswith("--include")]
 
 

@@ -1,7 +1,8 @@
-"""Make images from what people have: a directory, a tar archive, an OCI image layout.
+"""Make images from what people have: a directory, a tar archive, an OCI image layout (also packed as one archive).
 
 Whatever the source, it becomes one tree, then one base layer, then one published image. Everything on the way lies in
-a staging directory of the store, which is gone afterwards, also after a failure.
+a staging directory of the store, which is gone afterwards, also after a failure. An archive that `docker save` wrote
+in its old format is refused by name rather than taken for a file system.
 """
 
 from __future__ import annotations
@@ -38,31 +39,49 @@ class ImportRequest:
 
 def import_image(store: ImageStore, request: ImportRequest, *, on_progress: OnProgress = quietly) -> Image:
     """Import and publish. ImageInvalidError, DigestMismatchError, ConflictError, DiskFullError, InvalidSpecError."""
+    if request.config is not None:
+        check_env(request.config.env)
+        check_path(request.config.workdir, "workdir")
+    with store.staging() as work:
+        tree, config = _prepare(request, work, on_progress)
+        make_erofs(work / "layer", tree, on_progress=on_progress)
+        on_progress(Progress(phase="publishing"))
+        staged = store.stage_layer(work / "layer")
+        return store.publish(
+            request.name, layers=[staged], config=config, source=str(request.source), replace=request.replace
+        )
+
+
+def _prepare(request: ImportRequest, work: Path, on_progress: OnProgress) -> tuple[Path, ImageConfig]:
+    """The tree to make the layer from, and the defaults of commands."""
     source = request.source
-    if source.kind is SourceKind.OCI and request.config is not None:
+    config = request.config or ImageConfig()
+    match source.kind:
+        case SourceKind.DIRECTORY:
+            return source.path, config
+        case SourceKind.OCI:
+            return _from_layout(source.path, request, work, on_progress)
+        case SourceKind.TAR:
+            tree = work / "archive"
+            _unpack_tar(source.path, tree, request.limits, on_progress)
+            if (tree / "oci-layout").is_file():
+                return _from_layout(tree, request, work, on_progress)
+            _refuse_docker_archive(tree, source)
+            return tree, config
+
+
+def _from_layout(
+    layout_path: Path, request: ImportRequest, work: Path, on_progress: OnProgress
+) -> tuple[Path, ImageConfig]:
+    if request.config is not None:
         raise UnsupportedError(
             "an OCI image brings its own env, workdir and user; they cannot be changed while importing it",
             detail={"field": "config"},
         )
-    config = request.config or ImageConfig()
-    check_env(config.env)
-    check_path(config.workdir, "workdir")
-    with store.staging() as work:
-        tree = work / "tree"
-        match source.kind:
-            case SourceKind.DIRECTORY:
-                tree = source.path
-            case SourceKind.TAR:
-                _unpack_tar(source.path, tree, request.limits, on_progress)
-            case SourceKind.OCI:
-                layout = Layout(source.path, limits=request.limits)
-                image = layout.find(source.ref)
-                layout.apply_layers(image, tree, on_progress=on_progress)
-                config = image.config
-        make_erofs(work / "layer", tree, on_progress=on_progress)
-        on_progress(Progress(phase="publishing"))
-        staged = store.stage_layer(work / "layer")
-        return store.publish(request.name, layers=[staged], config=config, source=str(source), replace=request.replace)
+    layout = Layout(layout_path, limits=request.limits)
+    image = layout.find(request.source.ref)
+    layout.apply_layers(image, work / "tree", on_progress=on_progress)
+    return work / "tree", image.config
 
 
 def _unpack_tar(path: Path, tree: Path, limits: Limits, on_progress: OnProgress) -> None:
@@ -77,3 +96,12 @@ def _unpack_tar(path: Path, tree: Path, limits: Limits, on_progress: OnProgress)
         for member in archive.entries():
             writer.apply(archive, member)
             on_progress(Progress(phase="unpacking", done=position(file), total=total, detail=member.name))
+
+
+def _refuse_docker_archive(tree: Path, source: Source) -> None:
+    if (tree / "manifest.json").is_file() and not (tree / "bin").exists() and not (tree / "usr").exists():
+        raise UnsupportedError(
+            f"{source.path.name} is an archive of `docker save`, not a file system",
+            detail={"field": "source"},
+            remedy=f"skopeo copy docker-archive:{source.path} oci:DIR, then import oci:DIR",
+        )

@@ -2,7 +2,7 @@
 but for stat(2).
 
 `oci:DIR` or `oci:DIR:REF`, `dir:DIR` and `tar:FILE` say it; a bare path is looked at: a directory with an `oci-layout`
-file is a layout, any other directory a tree, any file an archive.
+file is a layout, any other directory a tree, any file an archive (of a tree, or of a layout).
 """
 
 from __future__ import annotations

@@ -128,6 +128,23 @@ def test_an_oci_image_keeps_its_own_configuration(store: ImageStore, disk: Path)
         imported(store, "y", f"oci:{layout}:latest", ImageConfig(user="root"))
 
 
+def test_a_packed_layout_is_an_oci_image(store: ImageStore, disk: Path) -> None:
+    layout = make_layout(disk / "layout", [[file("f", b"f")]], config={"User": "7"})
+    archive = by_tar(layout, disk / "image.tar")
+    assert imported(store, "packed", str(archive)).digest == imported(store, "loose", str(layout)).digest
+    assert store.get("packed").config.user == "7"
+    with pytest.raises(UnsupportedError, match="brings its own"):
+        imported(store, "other", str(archive), ImageConfig(user="root"))
+
+
+def test_an_old_docker_archive_is_not_taken_for_a_file_system(store: ImageStore, disk: Path) -> None:
+    (disk / "saved.tar").write_bytes(tar_of([file("manifest.json", b"[]"), file("abc/layer.tar", b"")]))
+    with pytest.raises(UnsupportedError, match="docker save") as caught:
+        imported(store, "x", str(disk / "saved.tar"))
+    assert "skopeo copy docker-archive:" in caught.value.remedy
+    assert leftovers(store) == []
+
+
 def test_layers_of_every_compression(store: ImageStore, disk: Path) -> None:
     tar = tar_of([directory("./"), file("f", b"f" * 100_000)])
     zstd = subprocess.run(["zstd", "-q"], input=tar, capture_output=True, check=True, timeout=30).stdout
