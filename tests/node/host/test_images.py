@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from tests.oci_layout import file, make_layout, tar_of
 
 from opendsec.linux.libc import MS_RDONLY, mount, umount2
 from opendsec.main import main
+from opendsec.store.images import ImageStore
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs]
 
@@ -157,3 +162,42 @@ def test_an_unknown_package_says_so_and_leaves_nothing(image: Command, disk: Pat
     assert "no-such-package-anywhere" in error["message"]
     assert image.json("ls") == []
     assert list((disk / "state/store/staging").iterdir()) == []
+
+
+def _lives(words: str) -> list[str]:
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            line = path.read_bytes().replace(b"\0", b" ").decode(errors="replace")
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if words in line:
+            found.append(line)
+    return found
+
+
+def _wait_for(condition: Callable[[], object], *, within_s: float) -> None:
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.mmdebstrap
+@pytest.mark.slow
+@pytest.mark.timeout(120)
+def test_a_killed_build_leaves_no_process_and_no_files(disk: Path) -> None:
+    staging = disk / "state/store/staging"
+    command = [sys.executable, "-m", "opendsec.main", "image", "build-debian", "deb", "--include", "hello"]
+    source = Path(__file__).parents[3] / "src"
+    environment = {**os.environ, "PYTHONPATH": str(source), "OPENDSEC_STATE_DIR": str(disk / "state")}
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        _wait_for(lambda: list(staging.glob("*/tree/var/lib/dpkg")), within_s=60)
+    finally:
+        process.kill()
+        process.wait(10)
+    _wait_for(lambda: not _lives(str(staging)), within_s=20)
+    store = ImageStore(disk / "state/store")
+    assert list(staging.iterdir()) == []
+    assert store.list() == []
