@@ -25,6 +25,10 @@ async def read(guest: Guest, path: str, *, offset: int = 0, length: int | None =
     return b"".join([chunk async for chunk in data])
 
 
+async def next_of(watch: AsyncIterator[tuple[str, str]]) -> tuple[str, str]:
+    return await anext(watch)
+
+
 @pytest.mark.parametrize("name", NAMES)
 async def test_any_name(box: Sandbox, name: str) -> None:
     stat = await box.guest.write_file(f"/tmp/d/{name}", chunks(b"con", b"tent"), mode=0o640, parents=True)
@@ -108,7 +112,7 @@ async def test_a_cut_tree_is_an_error(box: Sandbox) -> None:
 async def test_a_watch_names_what_changed(box: Sandbox) -> None:
     watch = box.guest.watch("/tmp")
     async with asyncio.timeout(20), asyncio.TaskGroup() as group:
-        first = group.create_task(anext(watch))  # type: ignore[arg-type]
+        first = group.create_task(next_of(watch))
         number = 0
         while not first.done():
             number += 1

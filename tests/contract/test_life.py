@@ -13,6 +13,7 @@ from tests.contract.harness import Place, Sandbox
 from opendsec.backends.base import Capability
 from opendsec.errors import UnsupportedError
 from opendsec.guest.base import GuestLostError
+from opendsec.model.ids import SandboxId
 
 pytestmark = pytest.mark.anyio
 
@@ -117,7 +118,7 @@ async def test_usage_is_known(box: Sandbox) -> None:
 
 async def test_a_handle_of_another_life_is_gone(box: Sandbox) -> None:
     data = {**box.running.handle.data, "boot_id": "another", "start_ticks": 1}
-    other = replace(box.running.handle, sandbox_id=box.running.handle.sandbox_id + "x", data=data)
+    other = replace(box.running.handle, sandbox_id=SandboxId(box.running.handle.sandbox_id + "x"), data=data)
     assert await box.backend.recover(other) is None
     await box.backend.stop(other, grace_s=0)
     assert (await box.run("echo alive")).stdout == b"alive\n"
