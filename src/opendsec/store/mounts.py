@@ -35,7 +35,7 @@ _LOCK = ".lock"
 class LayerMounts:
     """The mounted layers of one node, as descriptors.
 
-    Use as a context manager, or call `close`: it gives back the descriptors and leaves the mounts.
+    A context manager: leaving it (or `close`) gives back the descriptors, not the mounts. Threads may share it.
     """
 
     def __init__(self, store: ImageStore, mount_root: Path) -> None:
@@ -84,10 +84,12 @@ class LayerMounts:
         fd = self._fds.get(digest)
         if fd is None:
             with self._locked() as root:
-                target = root / hex_of(digest)
-                self._mount_once(digest, target)
-                fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            self._fds[digest] = fd
+                fd = self._fds.get(digest)  # Another thread may have been first.
+                if fd is None:
+                    target = root / hex_of(digest)
+                    self._mount_once(digest, target)
+                    fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                    self._fds[digest] = fd
         return fd
 
     @contextmanager

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,14 @@ def test_many_processes_at_once_mount_once(store: ImageStore, mounts: LayerMount
     assert mounts.unmount_all() == 2
     assert mounted(tmp_path) == []
     assert [path.name for path in (tmp_path / "layers").iterdir()] == [".lock"]
+
+
+def test_many_threads_at_once_share_one_descriptor(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
+    image = two_layers(store)
+    with ThreadPoolExecutor(8) as threads:
+        answers = {future.result() for future in [threads.submit(mounts.acquire, image) for _ in range(32)]}
+    assert len(answers) == 1
+    assert len(mounted(tmp_path)) == 2
 
 
 def test_something_else_in_the_place_is_refused(store: ImageStore, mounts: LayerMounts, tmp_path: Path) -> None:
