@@ -4,6 +4,7 @@
 #include "launch/sandbox.h"
 #include "launch/slim.h"
 #include "launch/sys.h"
+#include "launch/seccomp.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -12,6 +13,7 @@
 #include <stdio.h>
 #include <string.h>
 #include <sys/mman.h>
+#include <sys/random.h>
 #include <sys/socket.h>
 
 enum { MAX_ACTIVE = 64, RESERVED_FDS = 10, SOCKET = 0, DEATH_TIMEOUT_MS = 30000 };
@@ -30,6 +32,7 @@ static unsigned active, max_active;
 static struct host host;
 static char packet[MAX_PACKET + 1];
 static struct request request;
+uint64_t sys_key;
 
 /* ── answers ────────────────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
@@ -95,7 +98,7 @@ static void begin(void)
     };
     int pid = sys_clone3(&args);
     if (pid == 0) {
-        close(SOCKET);
+        dup2(host.null, SOCKET); /* the edge must see the end of the launcher, not ours */
         close(ends[0]);
         for (unsigned other = 0; other < max_active; other++) /* or we would keep their launcher alive in their eyes */
             if (starts[other].pid != 0)
@@ -221,7 +224,9 @@ static bool set_up(void)
     long cpus = sysconf(_SC_NPROCESSORS_ONLN);
     max_active = cpus < 1 ? 4 : cpus > (MAX_ACTIVE - 2) / 2 ? MAX_ACTIVE : (unsigned)cpus * 2 + 2;
     reset_signals();
-    return host.slim >= 0 && reports != MAP_FAILED;
+    while (prctl(PR_CAPBSET_READ, host.last_capability + 1) >= 0)
+        host.last_capability++;
+    return host.slim >= 0 && reports != MAP_FAILED && getrandom(&sys_key, sizeof(sys_key), 0) == sizeof(sys_key) && seccomp_apply(sys_key) == 0;
 }
 
 int main(void)

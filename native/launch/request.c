@@ -215,12 +215,6 @@ static bool caps_key(struct parser *parser, char *text)
     return number(parser, &text, 16, '\0', &parser->request->caps);
 }
 
-static bool seccomp_key(struct parser *parser, char *text)
-{
-    parser->request->seccomp = text[0] == '1';
-    return ((text[0] == '0' || text[0] == '1') && text[1] == '\0') || refuse(parser, "expected 0 or 1");
-}
-
 static bool rlimit_key(struct parser *parser, char *text)
 {
     struct request *r = parser->request;
@@ -249,8 +243,8 @@ static const struct key {
     {"cgroup2", cgroup2_key, false, false}, {"cgroup1", cgroup1_key, true, true},   {"listen", listen_key, false, false},
     {"guest", guest_key, false, false},     {"arg", arg_key, true, true},           {"bind", bind_key, true, true},
     {"tmpfs", tmpfs_key, true, true},       {"devpts", devpts_key, false, true},    {"mask", mask_key, true, true},
-    {"overlay", overlay_key, true, true},   {"caps", caps_key, false, false},       {"seccomp", seccomp_key, false, false},
-    {"rlimit", rlimit_key, true, true},     {"netns", netns_key, false, false},
+    {"overlay", overlay_key, true, true},   {"caps", caps_key, false, false},       {"rlimit", rlimit_key, true, true},
+    {"netns", netns_key, false, false},
 };
 enum { KEYS = sizeof(keys) / sizeof(keys[0]) };
 

@@ -49,7 +49,6 @@ struct request {
     const char *masks[MAX_MASKS];
     char *overlay[MAX_OVERLAY];
     uint64_t caps;
-    bool seccomp;
     struct limit rlimits[MAX_RLIMITS];
     unsigned lowers, cgroup1s, arg_count, bind_count, tmpfs_count, mask_count, overlay_count, rlimit_count;
     unsigned seen; /* bit per known key */

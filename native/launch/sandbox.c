@@ -4,11 +4,9 @@
 #include "launch/fail.h"
 #include "launch/mounts.h"
 #include "launch/sys.h"
-#include "seccomp.h"
 
 #include <errno.h>
 #include <fcntl.h>
-#include <grp.h>
 #include <linux/capability.h>
 #include <net/if.h>
 #include <netinet/in.h>
@@ -192,19 +190,17 @@ static void place_descriptors(const struct request *request, const struct host *
     must(dup2(trees->cgroup, 4), "dup2");
 }
 
-/* Last, because root outside is needed for all the rest. The order inside matters too: the filter needs CAP_SYS_ADMIN over the user namespace and the
- * bounding set CAP_SETPCAP, and neither may remain. The execution computes the capabilities anew from the bounding set. */
-static void confine(const struct request *request, int userns)
+/* Last, because root outside is needed for all the rest. The execution computes the capabilities anew from the bounding set. The seccomp filter is
+ * there since the launcher's start. Raw calls: the C library would block all signals around each, for threads we do not have. */
+static void confine(const struct request *request, const struct host *host, int userns)
 {
     step("confine");
     must(sys_setns(userns, CLONE_NEWUSER), "setns to the user namespace");
     write_file(AT_FDCWD, "/proc/sys/user/max_user_namespaces", "0");
-    must(setgroups(0, NULL), "setgroups");
-    must(setresgid(0, 0, 0), "setresgid");
-    must(setresuid(0, 0, 0), "setresuid");
-    if (request->seccomp)
-        must(seccomp_apply(), "seccomp");
-    for (int capability = 0; prctl(PR_CAPBSET_READ, capability) >= 0; capability++)
+    must((int)syscall(SYS_setgroups, 0, NULL), "setgroups");
+    must((int)syscall(SYS_setresgid, 0, 0, 0), "setresgid");
+    must((int)syscall(SYS_setresuid, 0, 0, 0), "setresuid");
+    for (int capability = 0; capability <= host->last_capability; capability++)
         if ((request->caps >> capability & 1) == 0)
             must(prctl(PR_CAPBSET_DROP, capability), "PR_CAPBSET_DROP");
     umask(022);
@@ -238,6 +234,6 @@ void sandbox_run(const struct request *request, const struct host *host, int ali
     set_hostname(request);
     set_limits(request);
     place_descriptors(request, host, &trees);
-    confine(request, userns);
+    confine(request, host, userns);
     execute(request, alive);
 }

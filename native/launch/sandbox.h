@@ -10,6 +10,7 @@ struct host {
     int proc;  /* the host's /proc */
     int slim;  /* a mount namespace with next to nothing in it: what sandboxes' mount namespaces are copied from */
     int null;  /* /dev/null */
+    int last_capability;
 };
 
 /* Where the process is, in memory shared with the launcher: it costs no system call to keep up to date, and survives the process. */

@@ -120,8 +120,6 @@ class LaunchPlan:
     """Further options of the root overlay, `name` or `name=value`, e.g. `volatile` (no fsync reaches the disk)."""
     caps: int
     """Bounding set of everything that runs inside, as a bit mask."""
-    seccomp: bool = True
-    """The default filter, on the agent and every command."""
     rlimits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     """`resource.RLIMIT_*` → (soft, hard); values above what the host allows are lowered to that."""
 
@@ -164,7 +162,6 @@ def encode(plan: LaunchPlan, *, seq: int) -> tuple[bytes, list[int]]:
         *(("mask", path) for path in plan.masks),
         *(("overlay", text) for text in plan.overlay),
         ("caps", f"{plan.caps:x}"),
-        ("seccomp", str(int(plan.seccomp))),
         *(("rlimit", f"{number} {soft} {hard}") for number, (soft, hard) in plan.rlimits.items()),
         ("netns", "new"),
     ]

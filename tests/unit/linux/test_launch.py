@@ -68,7 +68,6 @@ def test_a_plan_is_one_packet_and_its_descriptors() -> None:
         "overlay=volatile",
         "overlay=uuid=null",
         "caps=a80425fb",
-        "seccomp=1",
         "rlimit=7 1024 4096",
         "netns=new",
     ]

@@ -1,15 +1,17 @@
-/* The default seccomp filter of a sandbox.
+/* The seccomp filter of a sandbox.
  *
- * The launcher installs it as its last step but one, so the guest agent and everything else inside inherit it and no command pays for it (an
- * installation costs about 90 us). It is a list of what is refused, in the spirit of Docker's default profile. What the kernel learns after this file
- * was written is refused too (ENOSYS for every number above SECCOMP_LAST_SYSCALL), and so are other instruction sets (i386, x32, 32-bit ARM). Every
- * file, process, signal, socket, timer and ptrace call of ordinary programs is allowed; setuid programs work (no_new_privs is not set).
+ * It is a list of what is refused, in the spirit of Docker's default profile. What the kernel learns after this file was written is refused too
+ * (ENOSYS for every number above SECCOMP_LAST_SYSCALL), and so are other instruction sets (i386, x32, 32-bit ARM). Every file, process, signal,
+ * socket, timer and ptrace call of ordinary programs is allowed; setuid programs work (no_new_privs is not set).
  *
- * clone3 is allowed, because the agent needs CLONE_INTO_CGROUP and no filter can see flags that lie in memory. What it could be misused for is closed
- * elsewhere: new user namespaces by the limit of 0 that the launcher sets in the sandbox's user namespace, all other namespaces by the missing
- * CAP_SYS_ADMIN.
+ * Installing a filter costs 90 us and a page of memory (the kernel compiles it and runs it once per system call number), so the launcher does it once,
+ * for itself, and every sandbox inherits it. The launcher still has to mount and to enter namespaces: the calls it needs for that are let through when
+ * their unused sixth argument is a random key, which is drawn at the launcher's start and is in no memory that a sandbox could read. Whoever knew
+ * it would have gained nothing but what the missing CAP_SYS_ADMIN refuses anyway.
  *
- * The kernel runs a new filter once for every system call number, so the comparisons form a binary tree, which is built when first used.
+ * clone and clone3 are allowed, because the agent needs CLONE_INTO_CGROUP and no filter can see flags that lie in memory. What they could be misused
+ * for is closed elsewhere: new user namespaces by the limit of 0 that the launcher sets in the sandbox's user namespace, all other namespaces by the
+ * missing CAP_SYS_ADMIN.
  */
 #pragma once
 
@@ -30,13 +32,11 @@
 #error "no seccomp filter for this architecture"
 #endif
 
-#define SECCOMP_LAST_SYSCALL 469       /* file_setattr, Linux 6.17 */
+#define SECCOMP_LAST_SYSCALL 469 /* file_setattr, Linux 6.17 */
 #define SECCOMP_NR_open_tree_attr 467
-#define SECCOMP_NAMESPACES 0x7e020000u /* CLONE_NEWNS NEWCGROUP NEWUTS NEWIPC NEWUSER NEWPID NEWNET */
-#define SECCOMP_NEWTIME 0x80u          /* only for unshare: in clone this bit belongs to the exit signal */
 
 /* Rules whose verdict depends on an argument; the value is the number of their block at the end of the program. */
-enum { SECCOMP_CLONE = 1000, SECCOMP_UNSHARE, SECCOMP_IOCTL, SECCOMP_SOCKET, SECCOMP_PERSONALITY };
+enum { SECCOMP_KEYED = 1000, SECCOMP_IOCTL, SECCOMP_SOCKET, SECCOMP_PERSONALITY };
 
 struct seccomp_rule {
     uint16_t nr;
@@ -44,8 +44,6 @@ struct seccomp_rule {
 };
 
 static const struct seccomp_rule seccomp_rules[] = {
-    {__NR_clone, SECCOMP_CLONE},
-    {__NR_unshare, SECCOMP_UNSHARE},
     {__NR_ioctl, SECCOMP_IOCTL},
     {__NR_socket, SECCOMP_SOCKET},
     {__NR_personality, SECCOMP_PERSONALITY},
@@ -59,15 +57,16 @@ static const struct seccomp_rule seccomp_rules[] = {
     {__NR_mount, EPERM},
     {__NR_umount2, EPERM},
     {__NR_pivot_root, EPERM},
-    {__NR_open_tree, EPERM},
+    {__NR_open_tree, SECCOMP_KEYED},
     {SECCOMP_NR_open_tree_attr, EPERM},
-    {__NR_move_mount, EPERM},
-    {__NR_fsopen, EPERM},
-    {__NR_fsconfig, EPERM},
-    {__NR_fsmount, EPERM},
+    {__NR_move_mount, SECCOMP_KEYED},
+    {__NR_fsopen, SECCOMP_KEYED},
+    {__NR_fsconfig, SECCOMP_KEYED},
+    {__NR_fsmount, SECCOMP_KEYED},
     {__NR_fspick, EPERM},
-    {__NR_mount_setattr, EPERM},
-    {__NR_setns, EPERM},
+    {__NR_mount_setattr, SECCOMP_KEYED},
+    {__NR_setns, SECCOMP_KEYED},
+    {__NR_unshare, SECCOMP_KEYED},
     {__NR_open_by_handle_at, EPERM},
     {__NR_quotactl, EPERM},
     {__NR_quotactl_fd, EPERM},
@@ -115,8 +114,8 @@ static const struct seccomp_rule seccomp_rules[] = {
 #define SECCOMP_RULES (sizeof(seccomp_rules) / sizeof(seccomp_rules[0]))
 #define SECCOMP_FIELD(member) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, member))
 #define SECCOMP_ARG(n) SECCOMP_FIELD(args[n]) /* the low half: both architectures are little-endian */
+#define SECCOMP_ARG_HIGH(n) BPF_STMT(BPF_LD | BPF_W | BPF_ABS, offsetof(struct seccomp_data, args[n]) + 4)
 #define SECCOMP_EQUAL(value, yes, no) BPF_JUMP(BPF_JMP | BPF_JEQ | BPF_K, (value), (yes), (no))
-#define SECCOMP_ANY_BIT(bits, yes, no) BPF_JUMP(BPF_JMP | BPF_JSET | BPF_K, (bits), (yes), (no))
 #define SECCOMP_FAIL(number) BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ERRNO | (number))
 #define SECCOMP_ALLOW BPF_STMT(BPF_RET | BPF_K, SECCOMP_RET_ALLOW)
 
@@ -129,11 +128,19 @@ static const struct sock_filter seccomp_head[] = {
     SECCOMP_FAIL(ENOSYS),
 };
 
-/* Blocks for SECCOMP_CLONE and so on, in the order of that enumeration, each SECCOMP_BLOCK instructions long (the rest is never reached). */
+/* Blocks for SECCOMP_KEYED and so on, in the order of that enumeration, each SECCOMP_BLOCK instructions long (the rest is never reached). The two
+ * zeros of the first are replaced by the key. */
 #define SECCOMP_BLOCK 9
 static const struct sock_filter seccomp_blocks[][SECCOMP_BLOCK] = {
-    {SECCOMP_ARG(0), SECCOMP_ANY_BIT(SECCOMP_NAMESPACES, 0, 1), SECCOMP_FAIL(EPERM), SECCOMP_ALLOW, [4 ... 8] = SECCOMP_ALLOW},
-    {SECCOMP_ARG(0), SECCOMP_ANY_BIT(SECCOMP_NAMESPACES | SECCOMP_NEWTIME, 0, 1), SECCOMP_FAIL(EPERM), SECCOMP_ALLOW, [4 ... 8] = SECCOMP_ALLOW},
+    {
+        SECCOMP_ARG(5),
+        SECCOMP_EQUAL(0, 0, 2),
+        SECCOMP_ARG_HIGH(5),
+        SECCOMP_EQUAL(0, 1, 0),
+        SECCOMP_FAIL(EPERM),
+        SECCOMP_ALLOW,
+        [6 ... 8] = SECCOMP_ALLOW,
+    },
     {
         SECCOMP_ARG(1),
         SECCOMP_EQUAL(0x5412, 2, 0),     /* TIOCSTI: types into somebody's terminal */
@@ -173,13 +180,13 @@ static inline void seccomp_emit(struct sock_filter instruction)
     seccomp_program[seccomp_length++] = instruction;
 }
 
-/* The tree over rules[low, high): at most three comparisons in a leaf. Jumps to blocks are patched by seccomp_prepare. */
+/* The tree over rules[low, high): at most three comparisons in a leaf. Jumps to blocks are patched by seccomp_build. */
 static inline void seccomp_tree(const struct seccomp_rule *rules, unsigned low, unsigned high)
 {
     if (high - low <= 3) {
         for (; low < high; low++) {
             seccomp_emit((struct sock_filter)SECCOMP_EQUAL(rules[low].nr, 0, 1));
-            if (rules[low].verdict >= SECCOMP_CLONE)
+            if (rules[low].verdict >= SECCOMP_KEYED)
                 seccomp_emit((struct sock_filter)BPF_STMT(BPF_JMP | BPF_JA, rules[low].verdict));
             else
                 seccomp_emit((struct sock_filter)SECCOMP_FAIL(rules[low].verdict));
@@ -195,8 +202,7 @@ static inline void seccomp_tree(const struct seccomp_rule *rules, unsigned low, 
     seccomp_tree(rules, middle, high);
 }
 
-/* Builds the program; done by the first seccomp_apply unless it was done before. */
-static inline void seccomp_prepare(void)
+static inline void seccomp_build(uint64_t key)
 {
     struct seccomp_rule rules[SECCOMP_RULES];
     unsigned count = 0;
@@ -214,17 +220,18 @@ static inline void seccomp_prepare(void)
     for (unsigned i = 0; i < sizeof(seccomp_blocks) / sizeof(seccomp_blocks[0]); i++)
         for (unsigned j = 0; j < SECCOMP_BLOCK; j++)
             seccomp_emit(seccomp_blocks[i][j]);
+    seccomp_program[blocks + 1].k = (uint32_t)key;
+    seccomp_program[blocks + 3].k = (uint32_t)(key >> 32);
     for (unsigned short i = 0; i < blocks; i++)
         if (seccomp_program[i].code == (BPF_JMP | BPF_JA))
-            seccomp_program[i].k = blocks + (seccomp_program[i].k - SECCOMP_CLONE) * SECCOMP_BLOCK - i - 1u;
+            seccomp_program[i].k = blocks + (seccomp_program[i].k - SECCOMP_KEYED) * SECCOMP_BLOCK - i - 1u;
 }
 
-/* Installs the filter for the calling thread and everything it executes. Needs CAP_SYS_ADMIN over its user namespace (no_new_privs would do too, and
- * would break setuid programs); drop that afterwards. Returns 0, or -1 with errno. */
-static inline int seccomp_apply(void)
+/* Installs the filter for the calling thread and everything it starts or executes. Needs CAP_SYS_ADMIN over its user namespace (no_new_privs would do
+ * too, and would break setuid programs). Returns 0, or -1 with errno. */
+static inline int seccomp_apply(uint64_t key)
 {
-    if (seccomp_length == 0)
-        seccomp_prepare();
+    seccomp_build(key);
     const struct sock_fprog program = {.len = seccomp_length, .filter = seccomp_program};
     return prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, &program, 0, 0);
 }
