@@ -160,6 +160,13 @@ static bool worker_message(struct call *call, size_t length) {
     return false;
 }
 
+static ssize_t receive(struct call *call) {
+    ssize_t count = recv(call->source.fd, scratch, call->worker ? SCRATCH : CALL_PIECE, MSG_DONTWAIT);
+    /* A worker that left without reading everything: its last message comes after the error. */
+    if (count < 0 && errno == ECONNRESET && call->worker) count = recv(call->source.fd, scratch, SCRATCH, MSG_DONTWAIT);
+    return count;
+}
+
 static bool call_send(struct sender *sender) {
     struct call *call = HOLDER(sender, struct call, sender);
     if (call->may_send < CALL_PIECE) {
@@ -167,7 +174,7 @@ static bool call_send(struct sender *sender) {
         return false;
     }
     if (!scratch && !(scratch = malloc(SCRATCH))) return true;
-    ssize_t count = recv(call->source.fd, scratch, call->worker ? SCRATCH : CALL_PIECE, MSG_DONTWAIT);
+    ssize_t count = receive(call);
     if (count < 0 && (errno == EAGAIN || errno == EINTR)) {
         call_wake(call);
         return false;

@@ -73,8 +73,9 @@ static bool out_append(struct conn *conn, const char *bytes, size_t length) {
 
 /* Writes what is gathered and then the pieces; returns how much of the pieces was taken. */
 static size_t out_flush(struct conn *conn, struct iovec *pieces, int count) {
-    struct iovec all[8] = {{conn->out + conn->out_start, conn->out_end - conn->out_start}};
-    memcpy(all + 1, pieces, (size_t)count * sizeof *pieces);
+    struct iovec all[8] = {{NULL, conn->out_end - conn->out_start}};
+    if (all[0].iov_len) all[0].iov_base = conn->out + conn->out_start;
+    if (count) memcpy(all + 1, pieces, (size_t)count * sizeof *pieces);
     ssize_t sent = writev(conn->source.fd, all, count + 1);
     if (sent < 0) {
         if (errno == EAGAIN || errno == ENOBUFS) conn->blocked = true;
@@ -93,7 +94,7 @@ static void conn_send(struct conn *conn, struct iovec *pieces, int count, size_t
     for (int i = 0; i < count && !conn->dead; i++) {
         size_t skip = taken < pieces[i].iov_len ? taken : pieces[i].iov_len;
         taken -= skip;
-        if (skip == pieces[i].iov_len) continue;
+        if (skip == pieces[i].iov_len) continue; /* also the empty ones */
         /* Without memory for a frame the connection is given up: the next one asks again. */
         if (!out_append(conn, (char *)pieces[i].iov_base + skip, pieces[i].iov_len - skip)) conn->dead = true;
     }
@@ -222,7 +223,7 @@ static void conn_parse(struct conn *conn) {
             break;
         }
         if (conn->in_used - at - HEADER_BYTES < header.length) {
-            memmove(conn->in, conn->in + at, conn->in_used - at);
+            if (at) memmove(conn->in, conn->in + at, conn->in_used - at);
             conn->in_used -= at;
             conn_reserve(conn, HEADER_BYTES + (size_t)header.length);
             return;
@@ -230,7 +231,7 @@ static void conn_parse(struct conn *conn) {
         conn_handle(conn, &header, conn->in + at + HEADER_BYTES);
         at += HEADER_BYTES + header.length;
     }
-    memmove(conn->in, conn->in + at, conn->in_used - at);
+    if (at) memmove(conn->in, conn->in + at, conn->in_used - at);
     conn->in_used -= at;
 }
 

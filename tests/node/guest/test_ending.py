@@ -1,0 +1,153 @@
+"""How commands end when they are made to: timeouts, KILL, signals, whole trees, cgroups that go away."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+import pytest
+
+from opendsec.guest.base import GuestError, GuestLostError, StartCommand
+from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
+
+pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
+
+STUBBORN = """
+trap '' TERM
+setsid sh -c "trap '' TERM; while :; do :; done" &
+(setsid sh -c "trap '' TERM; sleep 100" &)
+sh -c 'sleep 100' &
+while :; do sleep 0.01; done
+"""
+
+
+async def test_timeout_ends_the_whole_tree_and_says_timeout(shell: Shell, agent: Agent) -> None:
+    begin = time.monotonic()
+    result = await shell.run(STUBBORN, timeout_ms=300, grace_ms=300)
+    assert 0.55 < time.monotonic() - begin < 3
+    assert (result.exit.exit_code, result.exit.signal, result.exit.reason) == (None, 9, 1)
+    assert agent.processes() == []
+    assert agent.command_cgroups() == []
+
+
+async def test_timeout_lets_a_willing_tree_go_at_once(shell: Shell, agent: Agent) -> None:
+    begin = time.monotonic()
+    result = await shell.run("trap 'echo bye; exit 7' TERM; sleep 100 & wait", timeout_ms=100, grace_ms=5000)
+    assert time.monotonic() - begin < 2
+    assert (result.exit.exit_code, result.exit.reason, result.stdout) == (7, 1, b"bye\n")
+    assert agent.processes() == []
+
+
+async def test_exit_waits_for_the_rest_of_an_ended_tree(shell: Shell, agent: Agent) -> None:
+    script = "sh -c 'trap \"sleep 0.3; echo cleaned; exit\" TERM; while :; do sleep 0.01; done' & sleep 100"
+    result = await shell.run(script, timeout_ms=200, grace_ms=3000)
+    assert (result.exit.signal, result.exit.reason) == (15, 1)
+    assert b"cleaned\n" in result.stdout
+    assert agent.processes() == []
+
+
+async def test_kill_of_a_stopped_tree(shell: Shell, agent: Agent) -> None:
+    await shell.channel.start(1000, StartCommand(script="(kill -STOP $$ &) ; sleep 100", env=ENV))
+    await shell.channel.kill(1000, 5000)
+    result = await drain(shell.channel, 1000)
+    assert (result.exit.reason, result.exit.signal) == (2, 15)
+    assert agent.processes() == []
+
+
+async def test_kill_of_unknown_and_ended_commands_is_no_error(shell: Shell) -> None:
+    await shell.run("true")
+    for command_id in (1, 77):
+        await shell.channel.kill(command_id, 0)
+    await shell.channel.ping()
+
+
+async def test_signals_reach_the_foreground_group(shell: Shell) -> None:
+    await shell.channel.start(1000, StartCommand(script="trap 'echo got; exit 4' USR1; echo ready; sleep 100 & wait", env=ENV))
+    async for _ in shell.channel.events(1000):
+        break
+    await shell.channel.signal(1000, 10)
+    async for event in shell.channel.events(1000):
+        last = event
+    assert last.exit_code == 4  # type: ignore[union-attr]
+
+
+async def test_cgroups_go_when_background_children_do(shell: Shell, agent: Agent) -> None:
+    await shell.run("sleep 0.4 &")
+    assert agent.command_cgroups() == ["cmd-1"]
+    await asyncio.to_thread(until, lambda: agent.command_cgroups() == [], "the cgroup goes with its last process")
+
+
+async def test_cgroups_made_inside_a_commands_own_go_too(shell: Shell, agent: Agent) -> None:
+    path = agent.cgroup_path / "cmd-1"
+    result = await shell.run(f"mkdir -p {path}/a/b && echo 0 > {path}/a/b/cgroup.procs && sleep 100", timeout_ms=300, grace_ms=100)
+    assert result.exit.reason == 1
+    assert agent.processes() == []
+    assert agent.command_cgroups() == []
+
+
+async def test_without_cgroups_trees_end_by_what_proc_shows(make_agent: Callable[..., Agent], connect: Connect) -> None:
+    agent = make_agent(cgroup=False, setup="umount -R /sys/fs/cgroup")
+    channel = await connect(agent)
+    assert "cgroup" not in channel.capabilities
+    result = await Shell(channel).run("sh -c 'trap \"\" TERM; sleep 100' & setsid sleep 100 & wait", timeout_ms=200, grace_ms=200)
+    assert result.exit.reason == 1
+    left = await Shell(channel, 100).run("grep -l sleep /proc/[0-9]*/comm | wc -l")
+    assert left.stdout == b"0\n"
+
+
+async def test_shutdown_ends_everything_and_the_agent(shell: Shell, agent: Agent) -> None:
+    await shell.run("setsid sh -c 'trap \"\" TERM; sleep 100' & exit 0")
+    await shell.channel.start(1000, StartCommand(argv=("sleep", "100"), env=ENV))
+    await shell.channel.shutdown(100)
+    assert await asyncio.to_thread(agent.process.wait, 5) == 0
+    with pytest.raises(GuestLostError):
+        await shell.channel.ping()
+
+
+async def test_shutdown_waits_no_longer_than_needed(shell: Shell, agent: Agent) -> None:
+    await shell.channel.start(1000, StartCommand(argv=("sleep", "100"), env=ENV))
+    begin = time.monotonic()
+    await shell.channel.shutdown(20_000)
+    assert time.monotonic() - begin < 3
+    assert await asyncio.to_thread(agent.process.wait, 5) == 0
+
+
+async def test_nothing_inside_ends_the_agent(shell: Shell) -> None:
+    result = await shell.run("kill -9 1; kill -TERM 1; kill -STOP 1; kill -SEGV 1; kill -CHLD 1; kill -PIPE 1; echo $?")
+    assert result.stdout == b"0\n"
+    assert await shell.channel.ping() < 5
+
+
+async def test_nothing_inside_sees_the_agents_descriptors(make_agent: Callable[..., Agent], connect: Connect) -> None:
+    script = "ls /proc/1/fd; cat /proc/1/mem; cat /proc/1/environ; cat /proc/1/maps; readlink /proc/1/exe"
+    shell = Shell(await connect(make_agent()))
+    result = await shell.run(script, user="65534:65534")
+    assert result.stdout == b""
+    assert result.stderr.count(b"Permission denied") == 4
+
+
+async def test_out_of_descriptors_is_named_and_survived(make_agent: Callable[..., Agent], connect: Connect) -> None:
+    shell = Shell(await connect(make_agent(setup="ulimit -n 64")))
+    started: list[int] = []
+    with pytest.raises(GuestError) as caught:
+        for i in range(100):
+            await shell.channel.start(1000 + i, StartCommand(argv=("sleep", "100"), env=ENV))
+            started.append(1000 + i)
+    assert caught.value.code == "limit"
+    assert len(started) > 5
+    for command_id in started:
+        await shell.channel.kill(command_id, 0)
+        assert (await drain(shell.channel, command_id)).exit.reason == 2
+    assert (await shell.run("echo fine")).stdout == b"fine\n"
+
+
+async def test_too_many_commands_are_refused_by_name(shell: Shell) -> None:
+    codes = set()
+    for i in range(1030):
+        try:
+            await shell.channel.start(2000 + i, StartCommand(argv=("sleep", "100"), env=ENV))
+        except GuestError as error:
+            codes.add(error.code)
+    assert codes == {"limit"}
+    assert await shell.channel.ping() < 5
