@@ -77,9 +77,10 @@ class _Stopping:
     async def stop_sandboxes(self, environment: Mapping[str, str]) -> None:
         """Starts the edge for it when it does not run and may have left some."""
         if processes.pid_of(self.local, EDGE) is None:
-            if not _may_have_sandboxes(self.local):
+            if not _was_started(self.local):
                 return
-            _, pidfd = processes.spawn(self.local, EDGE, environment)
+            quiet = {**environment, "OPENDSEC_LOG_LEVEL": "error"}
+            _, pidfd = processes.spawn(self.local, EDGE, quiet)
             os.close(pidfd)
         link = EdgeLink(self.local.edge, Address(path=self.local.edge_socket), patience_s=EDGE_RETURNS_S)
         with contextlib.closing(link):
@@ -116,9 +117,9 @@ async def _live(link: EdgeLink) -> list[SandboxStatus]:
         cursor = page.cursor
 
 
-def _may_have_sandboxes(local: Local) -> bool:
-    folder = local.edge_state / "sandboxes"
-    return folder.is_dir() and any(folder.iterdir())
+def _was_started(local: Local) -> bool:
+    """A clean stop removes up.json, and a reboot, which leaves no process, empties the run directory."""
+    return (local.run_dir / "up.json").exists() and (local.edge_state / "sandboxes").is_dir()
 
 
 def _unmount_layers(local: Local) -> int:
