@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 THIS = Path(__file__).relative_to(ROOT)
 
 BANNED = {
-    "a path of one machine": re.compile(r"/work/(main|brief|shared|\.)|/root/\."),
+    "a path of one machine": re.compile(r"/work/(main|brief|shared|\.)|/root/\.pyenv"),
     "an unfinished mark": re.compile(r"\b(TODO|FIXME|XXX)\b"),
     "an issue number": re.compile(r"\bissue #?\d+\b", re.IGNORECASE),
     "a word of a place of work": re.compile(r"\b(helper [A-H]|the lead|sub-?agent)\b"),

@@ -28,6 +28,7 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
         "OPENDSEC_RUN_DIR": str(run),
         "OPENDSEC_LISTEN": f"unix:{run}/api.sock",
         "OPENDSEC_EDGE": NAME,
+        "OPENDSEC_EDGE_CGROUP": f"opendsec-{NAME}",
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
         "TERM": "xterm",
     }
