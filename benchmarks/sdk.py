@@ -3,7 +3,8 @@
     .venv/bin/python benchmarks/sdk.py [--commands 1000] [--megabytes 300] [--at-once 500,3000]
 
 Prints the round trip of a command (wall clock, and CPU of this process alone), streams in MB/s, and thousands of
-commands at once over one client. The other side is Python too, so wall-clock figures are lower bounds of what the SDK can do.
+commands at once over one client. The other side is Python too, so wall-clock figures are lower bounds of what the
+SDK can do.
 """
 
 from __future__ import annotations
