@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
 from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, size, when
-from opendsec.errors import InvalidSpecError, OpenDSecError
+from opendsec.errors import HostCapabilityError, InvalidSpecError, NodeError, OpenDSecError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
@@ -180,6 +180,17 @@ def _errors(as_json: bool) -> Iterator[None]:
     except OpenDSecError as error:
         print_error(error, as_json=as_json)
         raise typer.Exit(1) from error
+    except OSError as error:
+        print_error(_of_host(error), as_json=as_json)
+        raise typer.Exit(1) from error
+
+
+def _of_host(error: OSError) -> OpenDSecError:
+    """A failed system call of ours: this machine's fault, or the user's for not being root."""
+    words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
+    if isinstance(error, PermissionError) and os.geteuid() != 0:
+        return HostCapabilityError(words, detail={"probe": "root"}, remedy="images belong to root: use sudo")
+    return NodeError(words, retryable=False)
 
 
 @contextmanager

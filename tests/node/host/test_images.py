@@ -130,6 +130,26 @@ def test_a_missing_program_names_its_package(image: Command, disk: Path, monkeyp
     assert error["remedy"] == "apt-get install mmdebstrap"
 
 
+def test_users_without_root_are_told(image: Command, disk: Path) -> None:
+    image("import", "mine", str(disk / "tree"))
+    os.seteuid(65534)
+    try:
+        for words in (["ls"], ["rm", "mine"], ["import", "x", str(disk / "tree")]):
+            error = image.json(*words, status=1)["error"]
+            assert (error["code"], error["detail"]) == ("host_capability", {"probe": "root"})
+            assert "sudo" in error["remedy"]
+    finally:
+        os.seteuid(0)
+
+
+def test_a_source_that_cannot_be_read_is_named(image: Command, disk: Path) -> None:
+    (disk / "loop").symlink_to("loop")
+    error = image.json("import", "x", f"dir:{disk / 'tree'}", "--workdir", "/" + "w" * 5000, status=1)["error"]
+    assert error["code"] == "invalid_spec"
+    error = image.json("import", "x", f"tar:{disk / 'loop'}", status=1)["error"]
+    assert error["code"] == "invalid_spec"
+
+
 @pytest.mark.mmdebstrap
 @pytest.mark.slow
 @pytest.mark.timeout(300)
