@@ -12,7 +12,6 @@ knows nothing of a command that had begun, it is `lost`.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -21,7 +20,8 @@ from typing import Any, Protocol
 from opendsec import errors
 from opendsec.backends.base import Usage
 from opendsec.edge import journal, outcome
-from opendsec.edge.outcome import Counters, Recorded
+from opendsec.edge.command import Command, check_session, continue_session, request_digest, start_plan
+from opendsec.edge.outcome import Counters
 from opendsec.edge.recorder import Budget, OutputStream, RecentOutputs
 from opendsec.edge.writer import WriterThread
 from opendsec.guest.base import (
@@ -33,10 +33,8 @@ from opendsec.guest.base import (
     KnownCommand,
     Output,
     StartCommand,
-    StdinTaken,
 )
-from opendsec.model.command import CommandResult, CommandStatus, EndReason, ExecRequest
-from opendsec.model.ids import CommandId
+from opendsec.model.command import CommandResult, EndReason, ExecRequest
 from opendsec.model.image import ImageConfig
 from opendsec.model.spec import SandboxSpec
 from opendsec.wire import codec
@@ -44,91 +42,10 @@ from opendsec.wire.contracts import StdinStatus
 
 log = logging.getLogger(__name__)
 
-DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SUMMARY_CHARS = 200
 MAX_REMEMBERED = 16_384
 """Ended commands (and operation ids) of one sandbox; older ones are forgotten."""
 MAX_RUNNING = 1024
 """The guest agent's own limit."""
-
-
-class Command:
-    """One command: what was asked, what came out, how it ended."""
-
-    def __init__(
-        self,
-        number: int,
-        request: ExecRequest,
-        digest: str,
-        started_at: float,
-        streams: tuple[OutputStream, OutputStream],
-    ) -> None:
-        self.number = number
-        self.command_id = CommandId(f"cmd-{number}")
-        self.request = request
-        self.digest = digest
-        self.started_at = started_at
-        self.stdout, self.stderr = streams
-        self.given = False
-        """The guest has answered START."""
-        self.result: CommandResult | None = None
-        self.error: errors.OpenDSecError | None = None
-        self.position: int | None = None
-        """Where the journal has the result."""
-        self.stdin = StdinProgress()
-        self._watchers: set[asyncio.Event] = set()
-
-    @property
-    def done(self) -> bool:
-        return self.result is not None or self.error is not None
-
-    def status(self) -> CommandStatus:
-        """As the API lists it."""
-        request = self.request
-        text = request.script if request.script is not None else " ".join(request.argv)
-        return CommandStatus(
-            command_id=self.command_id,
-            summary=text[:SUMMARY_CHARS],
-            started_at=self.started_at,
-            running=not self.done,
-            stdout_bytes=self.stdout.total,
-            stderr_bytes=self.stderr.total,
-            session=request.session,
-            operation_id=request.operation_id,
-            pty=request.pty is not None,
-            result=self.result,
-        )
-
-    def watch(self) -> asyncio.Event:
-        """An event set at every change from now on; give it back with `unwatch`."""
-        event = asyncio.Event()
-        self._watchers.add(event)
-        return event
-
-    def unwatch(self, event: asyncio.Event) -> None:
-        self._watchers.discard(event)
-
-    def wake(self) -> None:
-        for event in self._watchers:
-            event.set()
-
-    def recorded(self) -> Recorded:
-        return Recorded(self.stdout.total, self.stderr.total, self.stdout.kept, self.stderr.kept)
-
-
-class StdinProgress:
-    """How far a command's stdin has come."""
-
-    def __init__(self) -> None:
-        self.accepted = 0
-        self.closed = False
-        self.known = True
-        """False after a restart, until the first write: the guest may have more than it has said."""
-        self.turn = asyncio.Lock()
-
-    def taken(self, event: StdinTaken) -> None:
-        self.accepted = max(self.accepted, event.taken)
-        self.closed = self.closed or event.closed
 
 
 class Surroundings(Protocol):
@@ -145,28 +62,6 @@ class Surroundings(Protocol):
     def work_ended(self) -> None: ...
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None: ...
-
-
-def start_plan(request: ExecRequest, spec: SandboxSpec, image: ImageConfig) -> StartCommand:
-    """The complete command for the guest: image, then sandbox, then request."""
-    env = {"PATH": DEFAULT_PATH, **image.env, **spec.env, **request.env}
-    return StartCommand(
-        script=request.script,
-        argv=request.argv,
-        env=env,
-        cwd=request.cwd or spec.workdir or image.workdir or "/",
-        user=request.user or spec.init_user or image.user,
-        stdin=request.stdin,
-        pty=None if request.pty is None else (request.pty.rows, request.pty.cols),
-        timeout_ms=0 if request.timeout_s is None else max(1, round(request.timeout_s * 1000)),
-        grace_ms=round(request.grace_s * 1000),
-        session=request.session or "",
-    )
-
-
-def request_digest(request: ExecRequest) -> str:
-    """What tells two requests under one operation id apart."""
-    return hashlib.sha256(codec.encode(request)).hexdigest()
 
 
 class CommandBook:
@@ -193,6 +88,8 @@ class CommandBook:
         self._commands: dict[int, Command] = {}
         self._operations: dict[str, Command] = {}
         self._ended: list[int] = []
+        self._sessions: set[str] = set()
+        """Names given so far; their shells may be there."""
         self._next = 1
         self._counters = Counters()
         self._one_ended = asyncio.Event()
@@ -214,6 +111,7 @@ class CommandBook:
                     remedy="use a new operation_id for a new command",
                 )
             return known
+        check_session(request)
         if self.running >= MAX_RUNNING:
             raise errors.CapacityError(f"{self.running} commands are running in this sandbox, at most {MAX_RUNNING}")
         begin()
@@ -367,10 +265,19 @@ class CommandBook:
                 command.given = True
             fresh = found is None
         if fresh:
-            await guest.start(command.number, start_plan(command.request, self._spec, self._image))
+            await guest.start(command.number, self._plan(command))
             command.given = True
         command.wake()
         return await self._pump(command, guest)
+
+    def _plan(self, command: Command) -> StartCommand:
+        request = command.request
+        plan = start_plan(request, self._spec, self._image)
+        if request.session in self._sessions:
+            return continue_session(plan, request)
+        if request.session is not None:
+            self._sessions.add(request.session)
+        return plan
 
     async def _pump(self, command: Command, guest: Guest) -> Exit:
         acked = (0, 0)
@@ -507,6 +414,8 @@ class CommandBook:
         """Replay one line of the journal, in order; `position` is where it begins."""
         if isinstance(record, journal.Intent):
             self._add(record.number, record.request, record.digest, record.started_at)
+            if record.request.session is not None:
+                self._sessions.add(record.request.session)
             return
         command = self._commands.get(record.number)
         if command is None:

@@ -12,7 +12,8 @@ import time
 
 from opendsec import errors
 from opendsec.edge import outcome
-from opendsec.edge.commands import Command, CommandBook
+from opendsec.edge.command import Command
+from opendsec.edge.commands import CommandBook
 from opendsec.edge.node import Node
 from opendsec.edge.recorder import OutputStream
 from opendsec.edge.requests import flag, integer, nothing_else, number, project_of

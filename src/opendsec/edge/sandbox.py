@@ -18,7 +18,8 @@ from typing import Any
 from opendsec import errors
 from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
 from opendsec.edge import journal, lifecycle
-from opendsec.edge.commands import Command, CommandBook
+from opendsec.edge.command import Command
+from opendsec.edge.commands import CommandBook
 from opendsec.edge.lifecycle import Instruction, Life
 from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.writer import WriterThread

@@ -43,7 +43,7 @@ class EdgeProcess:
 
     def fresh_client(self) -> httpx.AsyncClient:
         """With connections of its own."""
-        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=100))
+        transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=600))
         return httpx.AsyncClient(transport=transport, base_url="http://edge", timeout=30)
 
     @property

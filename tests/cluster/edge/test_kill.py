@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import secrets
-import shutil
 import time
-from collections.abc import AsyncIterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 from tests.cluster.edge.processes import EdgeProcess
-from tests.images import make_busybox_image
 
-from opendsec.linux import libc
 from opendsec.linux.cgroup import choose_driver, find_mounts
-from opendsec.linux.mount import mountinfo
-from opendsec.store.images import ImageStore
 
 pytestmark = [
     pytest.mark.anyio,
@@ -31,55 +23,7 @@ pytestmark = [
     pytest.mark.overlay,
     pytest.mark.native,
 ]
-SPEC = {"image": "busybox", "lifetime": {"ttl_running_stop": None}}
-
-
-@pytest.fixture
-async def edge() -> AsyncIterator[EdgeProcess]:
-    name = secrets.token_hex(4)
-    root, run_dir = Path(f"/var/lib/opendsec-edge-{name}"), Path(f"/run/ods-{name}")
-    root.mkdir()
-    run_dir.mkdir()
-    store = ImageStore(root / "store")
-    make_busybox_image(store)
-    cgroup = f"opendsec-test-{name}"
-    one = EdgeProcess(root, run_dir, backends="container", OPENDSEC_EDGE_CGROUP=cgroup)
-    try:
-        await one.start()
-        yield one
-        await one.delete_all()
-        await nothing_left(one)
-        assert one.stop() == 0
-    finally:
-        await one.close()
-        for entry in reversed(mountinfo()):
-            if Path(entry.target).is_relative_to(run_dir):
-                libc.umount2(entry.target, libc.MNT_DETACH)
-        choose_driver(find_mounts(), root=cgroup).remove_root()
-        shutil.rmtree(run_dir)
-        shutil.rmtree(root)
-
-
-async def nothing_left(edge: EdgeProcess) -> None:
-    """No process, directory or control group of any sandbox."""
-    assert list((edge.socket.parent / "sbx").iterdir()) == []
-    assert list(edge.log.parent.glob("edge/local/sandboxes/*/box")) == []
-    left = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{edge.cgroup}/*/sbx-*")]
-    left += [str(path) for path in Path("/sys/fs/cgroup").glob(f"{edge.cgroup}/*/sbx-*")]
-    assert left == []
-    until = time.monotonic() + 10
-    while held := [told for told in map(_told, filter(str.isdigit, os.listdir("/proc"))) if edge.cgroup in told]:
-        # The host's init reaps the guest agents in its own time.
-        assert time.monotonic() < until, held
-        await asyncio.sleep(0.05)
-
-
-def _told(pid: str) -> str:
-    """Name, state and control groups of a process."""
-    try:
-        return "".join(Path(f"/proc/{pid}/{name}").read_text(encoding="utf-8") for name in ("stat", "cgroup"))
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
+SPEC = {"image": "busybox", "init_user": "root", "lifetime": {"ttl_running_stop": None}}
 
 
 async def restart(edge: EdgeProcess) -> None:
@@ -102,7 +46,8 @@ async def until_known(edge: EdgeProcess, sandbox_id: str, script: str, **fields:
             assert done.error is None, done.error
 
 
-async def test_commands_outlive_the_edge(edge: EdgeProcess) -> None:
+async def test_commands_outlive_the_edge(containers: EdgeProcess) -> None:
+    edge = containers
     sandbox_id = await edge.create(**SPEC)
     quiet = await edge.begin(sandbox_id, "echo before; sleep 3; echo after; exit 5")
     noisy = await edge.begin(
@@ -122,7 +67,8 @@ async def test_commands_outlive_the_edge(edge: EdgeProcess) -> None:
     assert (bytes(done.stderr), done.result and done.result["exit_code"]) == (b"err\n", 6)
 
 
-async def test_kills_under_load_lose_nothing(edge: EdgeProcess) -> None:
+async def test_kills_under_load_lose_nothing(containers: EdgeProcess) -> None:
+    edge = containers
     ids = [await edge.create(**SPEC) for _ in range(4)]
     results: list[tuple[str, int, Any]] = []
     stop = asyncio.Event()
@@ -155,7 +101,9 @@ async def test_kills_under_load_lose_nothing(edge: EdgeProcess) -> None:
         assert done.result["end_reason"] == "exited"
 
 
-async def test_kills_while_creating_and_deleting_leave_nothing_behind(edge: EdgeProcess) -> None:
+async def test_kills_while_creating_and_deleting_leave_nothing_behind(containers: EdgeProcess) -> None:
+    edge = containers
+
     async def ask(method: str, url: str, body: Any = None) -> None:
         try:
             await edge.client.request(method, url, json=body)
@@ -184,7 +132,8 @@ async def test_kills_while_creating_and_deleting_leave_nothing_behind(edge: Edge
         await asyncio.sleep(0.05)
 
 
-async def test_sandbox_killed_while_no_edge_ran(edge: EdgeProcess) -> None:
+async def test_sandbox_killed_while_no_edge_ran(containers: EdgeProcess) -> None:
+    edge = containers
     sandbox_id = await edge.create(**SPEC)
     command_id = await edge.begin(sandbox_id, "echo begun; sleep 1000")
     edge.kill()

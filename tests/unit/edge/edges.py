@@ -10,7 +10,7 @@ from pathlib import Path
 from opendsec.backends.base import Backend
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge.admission import AdmissionLimits
-from opendsec.edge.commands import Command
+from opendsec.edge.command import Command
 from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, NodeSettings
 from opendsec.edge.sandbox import Sandbox

@@ -6,9 +6,9 @@ import pytest
 
 from opendsec.backends.base import Usage
 from opendsec.edge import outcome
-from opendsec.edge.commands import DEFAULT_PATH, start_plan
+from opendsec.edge.command import DEFAULT_PATH, check_session, continue_session, start_plan
 from opendsec.edge.outcome import Counters, Recorded
-from opendsec.errors import ExecError, NoShellError, UnsupportedError
+from opendsec.errors import ExecError, InvalidSpecError, NoShellError, UnsupportedError
 from opendsec.guest.base import Exit, GuestError
 from opendsec.model.command import EndReason, ExecRequest, PtySize
 from opendsec.model.ids import CommandId
@@ -92,3 +92,18 @@ def test_times_are_milliseconds_and_never_become_unlimited() -> None:
     plan = start_plan(request, SandboxSpec(image="x"), ImageConfig())
     assert (plan.timeout_ms, plan.grace_ms, plan.pty) == (1, 1500, (3, 4))
     assert start_plan(ExecRequest(argv=("true",)), SandboxSpec(image="x"), ImageConfig()).timeout_ms == 0
+
+
+def test_a_living_session_takes_what_the_command_names_for_itself() -> None:
+    request = ExecRequest(script="echo 'x'", session="s", cwd="/a b", env={"N": "it's"})
+    plan = start_plan(request, SandboxSpec(image="x"), ImageConfig())
+    words = continue_session(plan, request).script
+    assert words == "export N='it'\"'\"'s' && cd -- '/a b' && eval 'echo '\"'\"'x'\"'\"''"
+    plain = ExecRequest(script="pwd", session="s")
+    assert continue_session(start_plan(plain, SandboxSpec(image="x"), ImageConfig()), plain).script == "pwd"
+
+
+def test_a_session_needs_names_a_shell_can_hold() -> None:
+    with pytest.raises(InvalidSpecError, match=r"A\.B"):
+        check_session(ExecRequest(script="true", session="s", env={"A.B": "1"}))
+    check_session(ExecRequest(script="true", env={"A.B": "1"}))
