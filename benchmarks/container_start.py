@@ -26,6 +26,7 @@ from tests.images import make_busybox_image
 from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.container import ContainerBackend
 from opendsec.guest.base import Exit, StartCommand
+from opendsec.linux import libc
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
@@ -192,6 +193,7 @@ async def main() -> None:
     (own / "cgroup.procs").write_text("0")
     state = Path(tempfile.mkdtemp(prefix="opendsec-bench-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="opendsec-bench-", dir="/run"))
+    libc.mount("tmpfs", run, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "mode=700")
     store = ImageStore(args.store if args.image else state / "store")
     image = store.get(args.image) if args.image else make_busybox_image(store)
     layers = LayerMounts(store, run / "layers")
@@ -210,7 +212,8 @@ async def main() -> None:
         (unified / "cgroup.procs").write_text("0")
         own.rmdir()
         shutil.rmtree(state)
-        shutil.rmtree(run)
+        libc.umount2(run)
+        run.rmdir()
 
 
 if __name__ == "__main__":

@@ -8,6 +8,10 @@ batch class cannot slow the latency class (`cpu.idle` on the batch parent where 
 * `HybridDriver`: v1 `memory`, `pids` and `cpu`, plus one v2 directory per sandbox for freeze, kill and
   CLONE_INTO_CGROUP.
 
+A v1 memory group is removed as it is, without `memory.force_empty`: that costs more CPU than the whole rest of a
+removal, drops the cache of image files that other sandboxes read, and was not seen to save anything once the
+sandbox's own files are deleted.
+
 Limits are written before any process enters. It writes where the hierarchies are mounted, wherever this process itself
 may sit. It starts and signals nothing; `kill` is the kernel's own `cgroup.kill`. Kernel failures are OSError.
 """
@@ -29,9 +33,6 @@ from typing import Self
 from opendsec.linux.mount import MountEntry, mountinfo
 
 CPU_PERIOD_US = 100_000
-FORCE_EMPTY_BELOW_BYTES = 1024 * 1024
-"""A removed v1 memory group lives on, unseen (about 56 KiB), while any page is charged to it. Up to this much is
-dropped from the page cache instead; more is kept, because it is the cache of image files that other sandboxes read."""
 _RETRY_FIRST_S = 0.0005
 _RETRY_MOST_S = 0.02
 _DELEGATED = ("cgroup.procs", "cgroup.threads", "cgroup.subtree_control")
@@ -344,10 +345,6 @@ class CgroupDriver(ABC):
     def _prepare(self, mount: Path, directory: Path) -> None:
         """Make a parent fit for children with controllers."""
 
-    @abstractmethod
-    def _before_remove(self, hierarchy: str, name: str, parent: int) -> None:
-        """Last words to a group."""
-
     async def _set_frozen(self, name: str, group_class: CgroupClass, *, frozen: bool, timeout_s: float) -> None:
         parent = self._parents["", group_class]
         _write(f"{name}/cgroup.freeze", "1" if frozen else "0", parent)
@@ -362,7 +359,6 @@ class CgroupDriver(ABC):
     def _remove_once(self, hierarchy: str, name: str, parent: int) -> bool:
         """Whether it is gone now."""
         try:
-            self._before_remove(hierarchy, name, parent)
             os.rmdir(name, dir_fd=parent)
         except FileNotFoundError:
             return True
@@ -435,9 +431,6 @@ class UnifiedDriver(CgroupDriver):
                 " ".join(f"+{name}" for name in missing), encoding="ascii"
             )
 
-    def _before_remove(self, hierarchy: str, name: str, parent: int) -> None:
-        """Nothing: pages of a removed v2 group are its parent's."""
-
     def _limit(self, name: str, limits: CgroupLimits, group_class: CgroupClass) -> None:
         parent = self._parents["", group_class]
         if limits.memory_bytes is not None:
@@ -500,11 +493,3 @@ class HybridDriver(CgroupDriver):
         if fd is None:
             raise OSError(errno.ENOTSUP, f"no {controller} controller is mounted, so that limit cannot be kept")
         return fd
-
-    def _before_remove(self, hierarchy: str, name: str, parent: int) -> None:
-        if hierarchy != "memory":
-            return
-        charged = _read_number(f"{name}/memory.usage_in_bytes", parent)
-        if charged is not None and 0 < charged < FORCE_EMPTY_BELOW_BYTES:
-            with contextlib.suppress(FileNotFoundError, OSError):
-                _write(f"{name}/memory.force_empty", "0", parent)
