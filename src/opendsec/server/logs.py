@@ -18,7 +18,9 @@ _PLAIN = re.compile(r"[A-Za-z0-9_./:@%+,-]+\Z")
 _INCOMPLETE = "ASGI callable returned without completing response."
 
 
-class _EventFormatter(logging.Formatter):
+class EventFormatter(logging.Formatter):
+    """Time, level, logger, event, then the fields as `key=value`."""
+
     def format(self, record: logging.LogRecord) -> str:
         stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
         fields: Mapping[str, object] = getattr(record, "fields", {})
@@ -44,7 +46,7 @@ def configure(level: str = "info") -> None:
     if level not in names:
         raise ValueError(f"log level {level!r} is none of {', '.join(names)}")
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(_EventFormatter())
+    handler.setFormatter(EventFormatter())
     logging.basicConfig(level=names[level], handlers=[handler], force=True)
     for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
         logging.getLogger(noisy).setLevel(max(names[level], logging.WARNING))

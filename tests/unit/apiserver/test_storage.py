@@ -1,0 +1,152 @@
+"""The store: the migrations make the schema the code uses, claims are exact, keys are kept as hashes."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.migration import MigrationContext
+
+from opendsec import errors
+from opendsec.apiserver.creations import Claim, Creations, check_key
+from opendsec.apiserver.database import HEAD, open_database
+from opendsec.apiserver.iam import Iam, Principal, Role, check_project_name, insert_project, require_admin
+from opendsec.apiserver.schema import api_keys, metadata
+from opendsec.apiserver.storage import Storage
+from opendsec.model.ids import new_sandbox_id
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture(scope="module")
+def migrated(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A database on the newest schema, to be copied."""
+    path = tmp_path_factory.mktemp("db") / "iam.sqlite3"
+    open_database(f"sqlite:///{path}").dispose()
+    return path
+
+
+@pytest.fixture
+def storage(migrated: Path, tmp_path: Path) -> Iterator[Storage]:
+    path = tmp_path / "iam.sqlite3"
+    path.write_bytes(migrated.read_bytes())
+    storage = Storage(open_database(f"sqlite:///{path}"))
+    yield storage
+    storage.close()
+
+
+def test_migrations_and_tables_agree(migrated: Path) -> None:
+    engine = open_database(f"sqlite:///{migrated}")
+    with engine.begin() as connection:
+        assert compare_metadata(MigrationContext.configure(connection), metadata) == []
+        assert connection.execute(sa.text("SELECT version_num FROM alembic_version")).scalar_one() == HEAD
+        assert connection.execute(sa.text("PRAGMA journal_mode")).scalar_one() == "wal"
+    engine.dispose()
+
+
+@pytest.mark.parametrize("url", ["", "nonsense", "mysql+nothing://x", "sqlite3:///x"])
+def test_an_unusable_url_is_named(url: str) -> None:
+    with pytest.raises(errors.InvalidSpecError) as caught:
+        open_database(url)
+    assert caught.value.detail["field"] == "database_url"
+
+
+async def test_a_key_works_is_not_stored_and_can_be_deleted(storage: Storage) -> None:
+    now = 0.0
+    iam, elsewhere = Iam(storage, clock=lambda: now), Iam(storage, clock=lambda: now)
+    await iam.create_project("team-1")
+    made = await iam.create_key(project="team-1", role=Role.MEMBER, title="ci")
+    expected = Principal(key_id=made.record.key_id, project="team-1", role=Role.MEMBER)
+    assert await iam.verify(made.key) == await elsewhere.verify(made.key) == expected
+    rows = await storage.run(lambda connection: connection.execute(sa.select(api_keys)).all())
+    assert made.key not in str(rows)
+    assert made.key.removeprefix("odk_") not in str(rows)
+    await iam.delete_key(made.record.key_id)
+    with pytest.raises(errors.UnauthorizedError):
+        await iam.verify(made.key)
+    assert await elsewhere.verify(made.key) == expected  # its memory is CACHE_S old at most
+    now = 6.0
+    with pytest.raises(errors.UnauthorizedError):
+        await elsewhere.verify(made.key)
+
+
+async def test_projects_and_roles(storage: Storage) -> None:
+    iam = Iam(storage)
+    await iam.create_project("p")
+    with pytest.raises(errors.ConflictError):
+        await iam.create_project("p")
+    with pytest.raises(errors.NotFoundError):
+        await iam.create_key(project="q", role=Role.ADMIN)
+    for bad in ("", "A", "-a", "a-", "a" * 64, "a/b", "ü"):
+        with pytest.raises(errors.InvalidSpecError):
+            check_project_name(bad)
+    with pytest.raises(errors.UnauthorizedError):
+        require_admin(Principal(key_id="k", project="p", role=Role.MEMBER))
+
+
+async def claim(creations: Creations, *, digest: str = "d", key: str = "k", project: str = "p") -> Claim:
+    ids = (new_sandbox_id("local"),)
+    return await creations.claim(project=project, key=key, body_digest=digest, sandbox_ids=ids)
+
+
+async def test_a_claim_is_the_first_one_for_everybody(storage: Storage) -> None:
+    creations, elsewhere = Creations(storage), Creations(storage)
+    claims = await asyncio.gather(*(claim(creations if turn % 2 else elsewhere) for turn in range(10)))
+    assert len({one.sandbox_ids for one in claims}) == 1
+    assert (await claim(creations, project="q")).sandbox_ids != claims[0].sandbox_ids
+    with pytest.raises(errors.ConflictError):
+        await claim(creations, digest="other")
+
+
+async def test_moving_completing_and_forgetting_only_touch_what_still_holds(storage: Storage) -> None:
+    creations = Creations(storage)
+    first = await claim(creations)
+    moved = await creations.move(first, (new_sandbox_id("b"),))
+    late = await creations.move(first, (new_sandbox_id("c"),))
+    assert late.sandbox_ids == moved.sandbox_ids
+    assert not await creations.complete(first)
+    await creations.forget(first)
+    assert await creations.complete(moved)
+    assert (await claim(creations)).completed
+    await creations.forget(moved)
+    assert (await claim(creations)).sandbox_ids == moved.sandbox_ids
+    fresh = await claim(creations, key="k2")
+    await creations.forget(fresh)
+    assert (await claim(creations, key="k2")).sandbox_ids != fresh.sandbox_ids
+
+
+async def test_requests_with_one_key_take_turns(storage: Storage) -> None:
+    creations = Creations(storage)
+    inside = most = 0
+
+    async def work() -> None:
+        nonlocal inside, most
+        async with creations.alone("p", "k"):
+            inside += 1
+            most = max(most, inside)
+            await asyncio.sleep(0)
+            inside -= 1
+
+    await asyncio.gather(*(work() for _ in range(20)))
+    assert most == 1
+    assert creations._locks == {}
+
+
+@pytest.mark.parametrize("key", ["", "a b", "ü", "x" * 256, "\n"])
+def test_an_idempotency_key_is_visible_ascii(key: str) -> None:
+    with pytest.raises(errors.InvalidSpecError):
+        check_key(key)
+
+
+async def test_a_transaction_that_fails_leaves_nothing(storage: Storage) -> None:
+    def work(connection: sa.Connection) -> None:
+        insert_project(connection, "half")
+        raise errors.ConflictError("no")
+
+    with pytest.raises(errors.ConflictError):
+        await storage.run(work)
+    assert await Iam(storage).list_projects() == ()
