@@ -189,8 +189,8 @@ def remove_group(group: Path) -> None:
             return
 
 
-def prepare(bench: Bench) -> Sandbox:
-    """Everything a backend would prepare: directories, cgroups, the listening socket."""
+def prepare(bench: Bench, slot: int) -> Sandbox:
+    """Everything a backend would prepare: directories, cgroups, the listening socket; ids by slot, as an edge does."""
     bench.serial += 1
     name = f"s{bench.serial}"
     state = bench.root / name
@@ -208,7 +208,7 @@ def prepare(bench: Bench) -> Sandbox:
         lower=(bench.layer,),
         upper=state / "upper",
         work=state / "work",
-        idmap=IdMap(0, OUTSIDE + 65536 * (bench.serial % 8000), 65536),
+        idmap=IdMap(0, OUTSIDE + 65536 * slot, 65536),
         cgroup2=fds[0],
         cgroup1=tuple(fds[1:]),
         listen=listener.fileno(),
@@ -245,7 +245,7 @@ class Round:
 
 async def ours(bench: Bench, launcher: Launcher, starts: int, *, at_once: int = 1) -> dict[str, Round]:
     """`start`: the Python side, the launcher and the sandbox's process; not the preparation."""
-    sandboxes = [prepare(bench) for _ in range(starts)]
+    sandboxes = [prepare(bench, slot) for slot in range(starts)]
     launched: list[Launched] = []
     cpu, wall = bench.cpu_ms(), time.perf_counter()
     for first in range(0, starts, at_once):
@@ -389,9 +389,9 @@ def available_kib() -> int:
 
 async def idle(bench: Bench, count: int) -> None:
     async with Launcher() as launcher:
-        warm = [prepare(bench) for _ in range(20)]
+        warm = [prepare(bench, count + slot) for slot in range(20)]
         await end([await launcher.launch(sandbox.plan) for sandbox in warm])
-        sandboxes = [prepare(bench) for _ in range(count)]
+        sandboxes = [prepare(bench, slot) for slot in range(count)]
         before = available_kib()
         launched = []
         for first in range(0, count, 16):

@@ -4,6 +4,7 @@
 #include "launch/sandbox.h"
 #include "launch/slim.h"
 #include "launch/sys.h"
+#include "launch/userns.h"
 #include "launch/seccomp.h"
 
 #include <errno.h>
@@ -14,6 +15,7 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/random.h>
+#include <sys/resource.h>
 #include <sys/socket.h>
 
 enum { MAX_ACTIVE = 64, RESERVED_FDS = 10, SOCKET = 0, DEATH_TIMEOUT_MS = 30000 };
@@ -80,6 +82,11 @@ static void begin(void)
 {
     unsigned i = 0;
     int ends[2];
+    int userns = userns_get(&host, request.outside, request.count);
+    if (userns < 0) {
+        answer_failure(request.seq, "user", errno, "make a user namespace");
+        return;
+    }
     while (starts[i].pid != 0)
         i++;
     struct start *start = &starts[i];
@@ -103,7 +110,7 @@ static void begin(void)
         for (unsigned other = 0; other < max_active; other++) /* or we would keep their launcher alive in their eyes */
             if (starts[other].pid != 0)
                 close(starts[other].ended);
-        sandbox_run(&request, &host, ends[1], &reports[i]);
+        sandbox_run(&request, &host, userns, ends[1], &reports[i]);
     }
     int error = errno;
     close(ends[1]);
@@ -210,29 +217,55 @@ static void reset_signals(void)
 }
 
 /* Everything below RESERVED_FDS is taken, so that descriptors of requests never lie where the agent's will be. */
-static bool set_up(void)
+static bool reserve_descriptors(void)
 {
     sys_close_range(3, ~0u);
     host.null = open("/dev/null", O_RDWR | O_CLOEXEC);
     for (int fd = host.null; fd >= 0 && fd < RESERVED_FDS;)
         fd = fcntl(host.null, F_DUPFD_CLOEXEC, 0);
-    host.proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
-    if (host.null < 0 || host.proc < 0 || chdir("/") < 0)
-        return false;
-    host.slim = slim_make(host.proc);
-    reports = mmap(NULL, sizeof(struct report) * MAX_ACTIVE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    return host.null >= 0;
+}
+
+static void choose_limits(void)
+{
+    struct rlimit descriptors = {0};
+    if (getrlimit(RLIMIT_NOFILE, &descriptors) == 0) {
+        descriptors.rlim_cur = descriptors.rlim_max;
+        setrlimit(RLIMIT_NOFILE, &descriptors);
+    }
+    userns_keep(descriptors.rlim_max >= 4096 ? 1024 : 64);
     long cpus = sysconf(_SC_NPROCESSORS_ONLN);
     max_active = cpus < 1 ? 4 : cpus > (MAX_ACTIVE - 2) / 2 ? MAX_ACTIVE : (unsigned)cpus * 2 + 2;
-    reset_signals();
     while (prctl(PR_CAPBSET_READ, host.last_capability + 1) >= 0)
         host.last_capability++;
-    return host.slim >= 0 && reports != MAP_FAILED && getrandom(&sys_key, sizeof(sys_key), 0) == sizeof(sys_key) && seccomp_apply(sys_key) == 0;
+}
+
+/* NULL, or what could not be had; errno says why. */
+static const char *set_up(void)
+{
+    reset_signals();
+    if (!reserve_descriptors())
+        return "/dev/null";
+    host.proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    if (host.proc < 0 || chdir("/") < 0)
+        return "/proc";
+    host.slim = slim_make(host.proc);
+    if (host.slim < 0)
+        return "a mount namespace";
+    reports = mmap(NULL, sizeof(struct report) * MAX_ACTIVE, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (reports == MAP_FAILED)
+        return "shared memory";
+    choose_limits();
+    if (getrandom(&sys_key, sizeof(sys_key), 0) != sizeof(sys_key) || seccomp_apply(sys_key) < 0)
+        return "a seccomp filter";
+    return NULL;
 }
 
 int main(void)
 {
-    if (!set_up()) {
-        answer_failure(0, "launcher", errno, "set up");
+    const char *missing = set_up();
+    if (missing != NULL) {
+        answer_failure(0, "launcher", errno, missing);
         return 1;
     }
     answer_success(0, getpid(), -1);

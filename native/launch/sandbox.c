@@ -21,9 +21,6 @@
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <sys/stat.h>
-#include <sys/wait.h>
-
-int clone(int (*function)(void *), void *stack, int flags, void *argument, ...); /* <sched.h> clashes with <linux/sched.h> */
 
 struct report *fail_report;
 
@@ -69,9 +66,9 @@ static void leave_launcher(int alive)
     umask(0);
 }
 
-static void write_file(int directory, const char *path, const char *text)
+static void write_file(const char *path, const char *text)
 {
-    int fd = openat(directory, path, O_WRONLY | O_CLOEXEC);
+    int fd = open(path, O_WRONLY | O_CLOEXEC);
     ssize_t length = (ssize_t)strlen(text);
     if (fd < 0 || write(fd, text, (size_t)length) != length)
         fail("write %s", path);
@@ -86,41 +83,7 @@ static void enter_cgroups(const struct request *request)
             fail("write to cgroup.procs number %u", i);
 }
 
-/* ── the user namespace ─────────────────────────────────────────────────────────────────────────────────────────────────────────── */
-
-struct birth {
-    int host_proc;
-    int proc;   /* /proc/PID of the process that was born in it */
-    int userns;
-};
-
-static int be_born(void *argument)
-{
-    struct birth *birth = argument;
-    birth->proc = openat(birth->host_proc, "self", O_PATH | O_DIRECTORY | O_CLOEXEC);
-    birth->userns = openat(birth->host_proc, "self/ns/user", O_RDONLY | O_CLOEXEC);
-    return 0;
-}
-
-/* A user namespace needs a process to be born in it, and its maps are written through that process's /proc entry by somebody privileged outside: here
- * by us, through the entry of a process that shares our memory and descriptors and has ended, but is not reaped yet. */
-static int make_userns(const struct request *request, const struct host *host)
-{
-    static char stack[16 * 1024] __attribute__((aligned(16)));
-    char map[64];
-    struct birth birth = {.host_proc = host->proc, .proc = -1, .userns = -1};
-    step("user");
-    int pid = must(clone(be_born, stack + sizeof(stack), CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER, &birth), "clone CLONE_NEWUSER");
-    must(birth.proc, "open /proc/self");
-    must(birth.userns, "open /proc/self/ns/user");
-    step("idmap");
-    snprintf(map, sizeof(map), "%u %u %u\n", request->inside, request->outside, request->count);
-    write_file(birth.proc, "uid_map", map);
-    write_file(birth.proc, "gid_map", map);
-    must(waitpid(pid, NULL, __WALL), "waitpid");
-    close(birth.proc);
-    return birth.userns;
-}
+/* ── identity ───────────────────────────────────────────────────────────────────────────────────────────────────────────────────── */
 
 /* Host root has no id in an idmapped tree, so nothing could be created there: not by overlayfs, which keeps the identity of its mounter, nor by us.
  * From here on file system accesses are those of the sandbox's root, with host root's capabilities: setfsuid takes some away, capset returns them. */
@@ -128,7 +91,7 @@ static void act_as_inner_root(const struct request *request)
 {
     struct __user_cap_header_struct header = {.version = _LINUX_CAPABILITY_VERSION_3};
     struct __user_cap_data_struct sets[2];
-    step("user");
+    step("confine");
     setfsgid(request->outside);
     setfsuid(request->outside);
     must((int)syscall(SYS_capget, &header, sets), "capget");
@@ -154,9 +117,9 @@ static void set_up_network(const struct request *request)
     int fd = must(socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0), "socket");
     must(ioctl(fd, SIOCSIFFLAGS, &loopback), "set lo up");
     close(fd);
-    write_file(AT_FDCWD, "/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
+    write_file("/proc/sys/net/ipv4/ip_unprivileged_port_start", "0");
     snprintf(groups, sizeof(groups), "%u %u", request->outside, request->outside + request->count - 1);
-    write_file(AT_FDCWD, "/proc/sys/net/ipv4/ping_group_range", groups);
+    write_file("/proc/sys/net/ipv4/ping_group_range", groups);
 }
 
 static void set_hostname(const struct request *request)
@@ -196,7 +159,6 @@ static void confine(const struct request *request, const struct host *host, int 
 {
     step("confine");
     must(sys_setns(userns, CLONE_NEWUSER), "setns to the user namespace");
-    write_file(AT_FDCWD, "/proc/sys/user/max_user_namespaces", "0");
     must((int)syscall(SYS_setgroups, 0, NULL), "setgroups");
     must((int)syscall(SYS_setresgid, 0, 0, 0), "setresgid");
     must((int)syscall(SYS_setresuid, 0, 0, 0), "setresuid");
@@ -219,13 +181,12 @@ static _Noreturn void execute(const struct request *request, int alive)
     fail("execute the agent");
 }
 
-void sandbox_run(const struct request *request, const struct host *host, int alive, struct report *report)
+void sandbox_run(const struct request *request, const struct host *host, int userns, int alive, struct report *report)
 {
     struct trees trees;
     fail_report = report;
     leave_launcher(alive);
     enter_cgroups(request);
-    int userns = make_userns(request, host);
     act_as_inner_root(request);
     mounts_prepare(request, userns, &trees);
     enter_namespaces(host);

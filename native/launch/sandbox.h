@@ -22,6 +22,6 @@ struct report {
 
 #define STEP_EXEC "exec"
 
-/* Sets everything up and executes the agent. `alive` is the writing end of a pipe whose only reader is the launcher and which the execution
+/* Sets everything up and executes the agent in the user namespace `userns`. `alive` is the writing end of a pipe whose only reader is the launcher and which the execution
  * closes. On failure it fills `report` and exits. */
-_Noreturn void sandbox_run(const struct request *request, const struct host *host, int alive, struct report *report);
+_Noreturn void sandbox_run(const struct request *request, const struct host *host, int userns, int alive, struct report *report);

@@ -116,8 +116,9 @@ class LaunchPlan:
     """Where a private devpts is mounted; empty for none."""
     masks: tuple[str, ...] = ()
     """Paths to hide after everything is mounted; missing ones are skipped."""
-    overlay: tuple[str, ...] = ()
-    """Further options of the root overlay, `name` or `name=value`, e.g. `volatile` (no fsync reaches the disk)."""
+    overlay: tuple[str, ...] = ("volatile",)
+    """Further options of the root overlay, `name` or `name=value`. `volatile`: no fsync inside reaches the disk, and the
+    end of a sandbox does not write back the whole file system of `upper`; a host that crashes has no use for it."""
     caps: int
     """Bounding set of everything that runs inside, as a bit mask."""
     rlimits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
