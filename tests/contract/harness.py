@@ -169,12 +169,15 @@ def container_backend(layers: LayerMounts, state: Path, run: Path) -> ContainerB
 
 
 @contextlib.asynccontextmanager
-async def container_place() -> AsyncIterator[Place]:
-    """Real containers in directories and control groups of their own."""
+async def container_place(image: Image | None = None, store: ImageStore | None = None) -> AsyncIterator[Place]:
+    """Real containers in directories and control groups of their own; with `image`, of this image in this store."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
-    store = ImageStore(state / "store")
-    images = {"busybox": make_busybox_image(store), "scratch": make_scratch_image(store)}
+    store = store or ImageStore(state / "store")
+    if image is None:
+        images = {"busybox": make_busybox_image(store), "scratch": make_scratch_image(store)}
+    else:
+        images = {image.name: image}
     layers = LayerMounts(store, run / "layers")
     backend = container_backend(layers, state, run)
     try:
