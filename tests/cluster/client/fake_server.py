@@ -114,6 +114,8 @@ class FakeServer:
         self.piece_bytes = 64 * 1024
         self.batch_failures: dict[int, errors.OpenDSecError] = {}
         self.forgets_stdin = False
+        self.orphans = 0
+        """So many creates find their sandbox ended, because an earlier answer was lost."""
         self.connections = 0
         self.url = ""
         self._creates: dict[str, tuple[bytes, Any]] = {}
@@ -209,6 +211,9 @@ class FakeServer:
 
     def _create(self, request: Request) -> Answer:
         wanted = codec.decode(request.body, contracts.CreateRequest)
+        if self.orphans > 0:
+            self.orphans -= 1
+            raise errors.SandboxExitedError("the sandbox has ended: stopped", detail={"end_reason": "stopped"})
         status = self._remembered(request, lambda: self._new_sandbox(wanted.spec))
         return _json(status, 201)
 

@@ -39,7 +39,7 @@ async def test_create_carries_the_whole_spec(server: FakeServer, client: opendse
     sandbox = await client.run_container(args, timeout=20)
     assert server.sandboxes[sandbox.id].spec == args.to_spec()
     create = next(r for r in server.requests if r.path == "/v1/sandboxes")
-    assert create.headers["x-opendsec-timeout"] == "20.000"
+    assert create.headers["x-opendsec-timeout"].startswith(("20.", "19.9"))
     assert (await sandbox.status()).state is SandboxState.RUNNING
 
 
@@ -48,6 +48,16 @@ async def test_create_repeats_under_one_key(server: FakeServer, client: opendsec
     await client.run_container(ARGS)
     assert len(server.sandboxes) == 1
     assert len({r.headers["idempotency-key"] for r in server.requests if r.path == "/v1/sandboxes"}) == 1
+
+
+async def test_create_whose_sandbox_was_reclaimed_gets_another(server: FakeServer, client: opendsec.DSecClient) -> None:
+    server.orphans = 2
+    sandbox = await client.run_container(ARGS)
+    assert list(server.sandboxes) == [sandbox.id]
+    assert len({r.headers["idempotency-key"] for r in server.requests if r.path == "/v1/sandboxes"}) == 3
+    server.orphans = 1
+    with pytest.raises(opendsec.SandboxExitedError):
+        await client.run_container(ARGS, idempotency_key="mine")
 
 
 async def test_same_key_other_arguments_is_a_conflict(client: opendsec.DSecClient) -> None:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import itertools
 import secrets
 import time
 from collections.abc import Iterator, Mapping
@@ -16,7 +17,7 @@ from opendsec.client._sync.sandbox import Sandbox
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.run_args import DSecContainerRunArgs
 from opendsec.client.settings import find_endpoint
-from opendsec.errors import InvalidSpecError, OpenDSecError
+from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
 from opendsec.model.ids import edge_of
 from opendsec.model.image import Image
 from opendsec.model.node import SandboxState, SandboxStatus
@@ -26,6 +27,7 @@ from opendsec.wire.contracts import BatchRequest, CreateRequest, ImageList, Sand
 
 DEFAULT_TIMEOUT_S = 60.0
 BATCH_TIMEOUT_S = 3600.0
+RECLAIMED_REPEATS = 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +117,24 @@ class DSecClient:
         ConflictError (same key, other arguments), DeadlineError, TransportError.
         """
         check_seconds(timeout, "timeout")
-        seconds = self._transport.timeout_s if timeout is None else timeout
-        headers = self._create_headers(idempotency_key, seconds)
         request = CreateRequest(spec=args.to_spec())
-        status = self._transport.call(
-            "POST", target("sandboxes"), SandboxStatus, value=request, headers=headers, timeout_s=seconds
-        )
-        return Sandbox(self._transport, status.sandbox_id)
+        deadline = self._transport.deadline(timeout)
+        for attempt in itertools.count():
+            left_s = max(0.001, deadline - time.monotonic())
+            headers = self._create_headers(idempotency_key, left_s)
+            try:
+                status = self._transport.call(
+                    "POST", target("sandboxes"), SandboxStatus, value=request, headers=headers, timeout_s=left_s
+                )
+            except SandboxExitedError:
+                # A server that died while it answered left a sandbox nobody had been told of: it was ended, and the
+                # repeat learns so. Nobody else can mean that sandbox under a key of our own: ask for another one.
+                if idempotency_key is not None or attempt >= RECLAIMED_REPEATS or time.monotonic() >= deadline:
+                    raise
+                self._transport.pause_before_repeat(attempt)
+            else:
+                return Sandbox(self._transport, status.sandbox_id)
+        raise AssertionError("unreachable")
 
     @contextmanager
     def container(
