@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from ipaddress import IPv4Network
 from pathlib import Path
+from typing import Any
 
 from tests.images import make_busybox_image, make_scratch_image
 
@@ -26,6 +27,14 @@ from opendsec.store.images import ImageStore
 from opendsec.store.mounts import LayerMounts
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
+
+CONFIGURED: dict[str, Any] = {
+    "env": {"GREETING": 'it\'s "a  b" $x \\ é', "EMPTY": ""},
+    "user": "agent",
+    "workdir": "/work dir",
+    "files": {"/work dir/it's": b""},
+}
+"""An image whose defaults have blanks and quotes."""
 
 
 @dataclass(slots=True)
@@ -175,7 +184,11 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
     store = store or ImageStore(state / "store")
     if image is None:
-        images = {"busybox": make_busybox_image(store), "scratch": make_scratch_image(store)}
+        images = {
+            "busybox": make_busybox_image(store),
+            "scratch": make_scratch_image(store),
+            "configured": make_busybox_image(store, "configured", **CONFIGURED),
+        }
     else:
         images = {image.name: image}
     layers = LayerMounts(store, run / "layers")

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from opendsec.linux import libc
 from opendsec.linux.cgroup import CgroupMounts, find_mounts
-from opendsec.linux.process import ProgramError, run_sync
+from opendsec.linux.process import ProgramError, run_sync, send_signal, spawn
 
 PROGRAM_TIMEOUT_S = 10.0
 MIN_KERNEL = (6, 12)
@@ -161,10 +161,41 @@ def _erofs(state_dir: Path) -> str:
     return "EROFS images mount straight from a file"
 
 
+@contextlib.contextmanager
+def _mapped_userns() -> Iterator[int]:
+    """A descriptor of a user namespace with a map; the process in it ends with the block."""
+    ours, theirs = os.pipe()
+    argv = ("--user", "--map-root-user", "sh", "-c", f"echo; exec sleep {PROGRAM_TIMEOUT_S:g}")
+    pid, pidfd = spawn(Path(_program("unshare")), argv=argv, fds={1: theirs})
+    os.close(theirs)
+    try:
+        if not os.read(ours, 1):
+            raise _Missing("a user namespace cannot be given a map of users")
+        userns = os.open(f"/proc/{pid}/ns/user", os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            yield userns
+        finally:
+            os.close(userns)
+    finally:
+        os.close(ours)
+        send_signal(pidfd)
+        os.close(pidfd)
+        os.waitpid(pid, 0)
+
+
 def _idmap(state_dir: Path) -> str:
-    _kernel(state_dir)
-    _userns(state_dir)
-    return "this kernel maps the owners of overlay layers (Linux 5.19 or newer)"
+    with _mapped_userns() as userns, _workplace(state_dir) as work:
+        tree = libc.open_tree(libc.AT_FDCWD, work, libc.OPEN_TREE_CLONE | libc.OPEN_TREE_CLOEXEC)
+        try:
+            libc.mount_setattr(tree, "", libc.AT_EMPTY_PATH, attr_set=libc.MOUNT_ATTR_IDMAP, userns_fd=userns)
+        except OSError as error:
+            raise _Missing(
+                f"files in {state_dir} cannot be given to mapped users: {error.strerror}",
+                "put the state directory on ext4, xfs or btrfs",
+            ) from error
+        finally:
+            os.close(tree)
+    return "files of the state directory can be given to mapped users"
 
 
 def _cgroups() -> CgroupMounts:
@@ -305,7 +336,7 @@ _PROBES: dict[str, Callable[[Path], str]] = {
     "disk": _disk,
     **{name: _installed(name) for name in ("mkfs.erofs", "mkfs.ext4", "mmdebstrap")},
 }
-CONTAINER_NEEDS = ("root", "kernel", "userns", "netns", "overlay", "erofs", "cgroup", "seccomp")
+CONTAINER_NEEDS = ("root", "kernel", "userns", "netns", "overlay", "idmap", "erofs", "cgroup", "seccomp")
 """Without any of these the container backend does not work at all; the others cost a feature or density."""
 
 
