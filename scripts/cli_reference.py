@@ -11,8 +11,7 @@ from typing import Any
 
 import typer
 
-import opendsec.main  # noqa: F401 - adds the machine's commands
-from opendsec.cli.app import app
+from opendsec.main import whole_app
 
 PAGE = Path(__file__).parents[1] / "docs/reference/cli.md"
 HEAD = """\
@@ -32,7 +31,7 @@ Words = tuple[str, ...]
 
 def commands() -> list[tuple[Words, Any]]:
     """Every command with its words, in the order of the help."""
-    return list(_below(typer.main.get_command(app), ()))
+    return list(_below(typer.main.get_command(whole_app()), ()))
 
 
 def _below(command: Any, words: Words) -> Iterator[tuple[Words, Any]]:

@@ -1,5 +1,6 @@
 """The `opendsec` command: puts the client's commands and this machine's commands together.
 
+Commands of the client do not load this machine's: the servers' libraries would double their start-up time.
 Errors of ours end as one sentence and a status of `opendsec.cli.exits`; anything else is a bug and shows its traceback.
 """
 
@@ -9,28 +10,46 @@ import sys
 from collections.abc import Sequence
 from typing import NoReturn
 
+import typer
+
 from opendsec.cli import exits
-from opendsec.cli.app import app
+from opendsec.cli.app import app as client_app
 from opendsec.cli.output import print_error
 from opendsec.errors import OpenDSecError
-from opendsec.host import doctor, images, up
 
-app.command("up", rich_help_panel="This machine")(up.up)
-app.command("down", rich_help_panel="This machine")(up.down)
-app.command("status", rich_help_panel="This machine")(up.status)
-app.command("doctor", rich_help_panel="This machine")(doctor.doctor)
-app.add_typer(images.app, name="image", rich_help_panel="This machine")
+_PANEL = "This machine"
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app(words, prog_name="opendsec")
+        app_for(words)(words, prog_name="opendsec")
     except OpenDSecError as error:
         print_error(error, as_json=asks_for_json(words))
         sys.exit(exits.of_error(error))
     sys.exit(0)
+
+
+def app_for(words: Sequence[str]) -> typer.Typer:
+    """What these words need: the client's commands alone when they name one of them, else everything."""
+    names = {command.name for command in client_app.registered_commands}
+    return client_app if words and words[0] in names else whole_app()
+
+
+def whole_app() -> typer.Typer:
+    """All commands: the client's and this machine's."""
+    from opendsec.host import doctor, images, up
+
+    whole = typer.Typer()
+    whole.info = client_app.info
+    whole.pretty_exceptions_enable = False
+    whole.rich_markup_mode = client_app.rich_markup_mode
+    whole.registered_commands = list(client_app.registered_commands)
+    for name, command in (("up", up.up), ("down", up.down), ("status", up.status), ("doctor", doctor.doctor)):
+        whole.command(name, rich_help_panel=_PANEL)(command)
+    whole.add_typer(images.app, name="image", rich_help_panel=_PANEL)
+    return whole
 
 
 def asks_for_json(words: Sequence[str]) -> bool:

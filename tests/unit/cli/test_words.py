@@ -9,7 +9,7 @@ from opendsec.cli.copying import Inside, parse_place
 from opendsec.cli.options import pairs, run_args
 from opendsec.cli.session import first_cause
 from opendsec.errors import InvalidSpecError
-from opendsec.main import asks_for_json
+from opendsec.main import app_for, asks_for_json
 from opendsec.model.spec import BackendKind
 
 
@@ -50,3 +50,9 @@ def test_json_of_the_command_inside_is_not_ours() -> None:
 def test_the_cause_of_nested_groups() -> None:
     error = InvalidSpecError("x")
     assert first_cause(BaseExceptionGroup("a", [BaseExceptionGroup("b", [error]), KeyError()])) is error
+
+
+def test_client_commands_come_without_the_machines() -> None:
+    assert "up" not in {command.name for command in app_for(["ls", "-a"]).registered_commands}
+    for words in ([], ["--help"], ["up"], ["image", "ls"], ["no-such-command"]):
+        assert {"ls", "up"} <= {command.name for command in app_for(words).registered_commands}
