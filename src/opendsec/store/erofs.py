@@ -17,22 +17,30 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import HostCapabilityError, ImageInvalidError
 from opendsec.store.durable import disk_full
 from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 UUID = "00000000-0000-0000-0000-000000000000"
+OLDEST = (1, 5)
+"""Version of mkfs.erofs; older ones were never tried."""
+
 _NAME_BYTES = 254
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
 
 
 def mkfs_version() -> tuple[int, int]:
-    """Major and minor version of the installed mkfs.erofs. HostCapabilityError when there is none."""
-    ended = run_program([find_program("mkfs.erofs"), "-V"], timeout_s=10)
-    match = _VERSION.search("\n".join(ended.tail))
-    return parse_version("\n".join(ended.tail)) if match else (0, 0)
+    """Major and minor version of the installed mkfs.erofs. HostCapabilityError when there is none, or too old a one."""
+    version = parse_version("\n".join(run_program([find_program("mkfs.erofs"), "-V"], timeout_s=10).tail))
+    if version < OLDEST:
+        raise HostCapabilityError(
+            f"mkfs.erofs {version[0]}.{version[1]} is older than {OLDEST[0]}.{OLDEST[1]}",
+            detail={"probe": "mkfs.erofs"},
+            remedy="install erofs-utils of a newer release",
+        )
+    return version
 
 
 def parse_version(text: str) -> tuple[int, int]:
@@ -85,6 +93,7 @@ def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
 
 def make_erofs(output: Path, tree: Path, *, on_progress: OnProgress = quietly) -> None:
     """Write the tree below `tree` to the new file `output`. DiskFullError, or ImageInvalidError with its words."""
+    mkfs_version()
     arguments = [find_program("mkfs.erofs"), f"-U{UUID}", "-x2", "--quiet", str(output), str(tree)]
     facts = tree_facts(tree)
 
