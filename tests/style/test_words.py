@@ -19,7 +19,9 @@ ALLOWED: set[tuple[str, str]] = set()
 
 
 def _tracked() -> list[Path]:
-    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=30)
+    listed = subprocess.run(
+        ["git", "-c", f"safe.directory={ROOT}", "ls-files", "-z"], cwd=ROOT, capture_output=True, check=True, timeout=30
+    )
     names = [name for name in listed.stdout.decode().split("\0") if name]
     return [Path(name) for name in names if Path(name) != THIS and (ROOT / name).is_file()]
 
