@@ -117,8 +117,11 @@ class LaunchPlan:
     masks: tuple[str, ...] = ()
     """Paths to hide after everything is mounted; missing ones are skipped."""
     overlay: tuple[str, ...] = ("volatile",)
-    """Further options of the root overlay, `name` or `name=value`. `volatile`: no fsync inside reaches the disk, and the
-    end of a sandbox does not write back the whole file system of `upper`; a host that crashes has no use for it."""
+    """Further options of the root overlay, `name` or `name=value`.
+
+    `volatile`: no fsync inside reaches the disk, and the end of a sandbox does not write back the whole file system of
+    `upper`; after a crash of the host nobody asks for it.
+    """
     caps: int
     """Bounding set of everything that runs inside, as a bit mask."""
     rlimits: Mapping[int, tuple[int, int]] = field(default_factory=dict)

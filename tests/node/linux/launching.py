@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import os
 import shutil
 import socket
 import subprocess
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -51,6 +52,13 @@ class Place:
     @property
     def upper(self) -> Path:
         return self.state / "upper"
+
+    def is_blocked(self) -> bool:
+        """Its process waits for room in a pipe (see `Site.blocking_fd`)."""
+        try:
+            return any("pipe_write" in Path(f"/proc/{pid}/wchan").read_text() for pid in self.pids())
+        except (FileNotFoundError, ProcessLookupError):
+            return False
 
     def pids(self) -> list[int]:
         return [int(word) for word in (self.cgroup / "cgroup.procs").read_text().split()]
@@ -113,6 +121,18 @@ class Site:
 
     def open(self, path: Path, flags: int = os.O_RDONLY) -> int:
         return self.keep(os.open(path, flags | os.O_CLOEXEC))
+
+    def blocking_fd(self) -> int:
+        """A full pipe: whoever writes to it waits, so a start that has it as a v1 cgroup stops exactly there."""
+        reading, writing = os.pipe()
+        fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
+        os.set_blocking(writing, False)
+        with suppress(BlockingIOError):
+            while os.write(writing, bytes(4096)):
+                pass
+        os.set_blocking(writing, True)
+        self.keep(reading)
+        return self.keep(writing)
 
     def keep(self, fd: int) -> int:
         """Close it on exit."""

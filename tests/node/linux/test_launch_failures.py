@@ -5,12 +5,12 @@ from __future__ import annotations
 import array
 import asyncio
 import errno
-import fcntl
 import os
+import random
 import signal
 import socket
+import subprocess
 from collections.abc import AsyncIterator, Iterator
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +30,8 @@ from opendsec.linux.launch import (
     encode,
     parse_answer,
 )
+
+NATIVE = Path(__file__).parents[3] / "native"
 
 pytestmark = [
     pytest.mark.anyio,
@@ -58,23 +60,20 @@ def site(tmp_path: Path, probe: Path) -> Iterator[Site]:
         yield site
 
 
+@pytest.fixture(scope="module", params=["release", "sanitized"])
+def program(request: pytest.FixtureRequest) -> Path:
+    """The launcher as installed, and built with the address and undefined-behaviour sanitizers."""
+    if request.param == "release":
+        return LAUNCHER_PATH
+    make = ["make", "-s", "-C", str(NATIVE), "asan", "PROGRAMS=opendsec-launch"]
+    subprocess.run(make, check=True, timeout=120, capture_output=True)
+    return NATIVE / "build" / "asan" / "opendsec-launch"
+
+
 @pytest.fixture
-async def launcher() -> AsyncIterator[Launcher]:
-    async with Launcher() as launcher:
+async def launcher(program: Path) -> AsyncIterator[Launcher]:
+    async with Launcher(program) as launcher:
         yield launcher
-
-
-def blocking_fd(site: Site) -> int:
-    """A full pipe: whoever writes to it waits, so a start that has it as a v1 cgroup stops exactly there."""
-    reading, writing = os.pipe()
-    fcntl.fcntl(writing, fcntl.F_SETPIPE_SZ, 4096)
-    os.set_blocking(writing, False)
-    with suppress(BlockingIOError):
-        while os.write(writing, bytes(4096)):
-            pass
-    os.set_blocking(writing, True)
-    site.keep(reading)
-    return site.keep(writing)
 
 
 def _wrong(site: Site) -> dict[str, tuple[dict[str, Any], int]]:
@@ -133,18 +132,18 @@ WRONG = [
 @pytest.mark.parametrize("what", WRONG)
 async def test_a_failing_step_is_named_and_leaves_nothing(site: Site, launcher: Launcher, what: str) -> None:
     changes, number = _wrong(site)[what]
-    os.close((await launcher.launch(site.place().plan)).pidfd)
     assert launcher.pid is not None
-    open_before = len(list(Path(f"/proc/{launcher.pid}/fd").iterdir()))
+    descriptors = Path(f"/proc/{launcher.pid}/fd")
+    when_ready = len(list(descriptors.iterdir()))
+    os.close((await launcher.launch(site.place().plan)).pidfd)
     place = site.place(**changes)
     with pytest.raises(LaunchError) as caught:
         await launcher.launch(place.plan)
     assert (caught.value.step, caught.value.errno) == (what.split(maxsplit=1)[0], number), str(caught.value)
     assert place.pids() == []
     assert len(list(process.children(launcher.pid))) == 1
-    wait_until(
-        lambda: len(list(Path(f"/proc/{launcher.pid}/fd").iterdir())) == open_before, "the launcher closed everything"
-    )
+    kept = 1  # the user namespace of the first one's range
+    wait_until(lambda: len(list(descriptors.iterdir())) == when_ready + kept, "the launcher closed everything")
 
 
 def test_every_wrong_plan_is_tried(site: Site) -> None:
@@ -172,12 +171,12 @@ async def test_an_agent_that_ends_at_once_was_started(site: Site, launcher: Laun
 async def test_the_launchers_death_fails_what_is_under_way_and_nothing_else(site: Site, launcher: Launcher) -> None:
     survivor = site.place()
     survived = await launcher.launch(survivor.plan)
-    stuck = site.place(cgroup1=(blocking_fd(site),))
+    stuck = site.place(cgroup1=(site.blocking_fd(),))
     assert launcher.pid is not None
     first_life = launcher.pid
     async with asyncio.TaskGroup() as group:
         under_way = group.create_task(_failure(launcher, stuck))
-        await _until(lambda: bool(stuck.pids()))
+        await _until(stuck.is_blocked)
         os.kill(first_life, signal.SIGKILL)
     assert under_way.result().step == "launcher"
     wait_until(lambda: not stuck.pids(), "the half-made sandbox died")
@@ -203,17 +202,17 @@ async def _until(condition: Any) -> None:
 
 
 async def test_a_killed_start_says_where_it_was(site: Site, launcher: Launcher) -> None:
-    stuck = site.place(cgroup1=(blocking_fd(site),))
+    stuck = site.place(cgroup1=(site.blocking_fd(),))
     async with asyncio.TaskGroup() as group:
         failing = group.create_task(_failure(launcher, stuck))
-        await _until(lambda: bool(stuck.pids()))
+        await _until(stuck.is_blocked)
         os.kill(stuck.pids()[0], signal.SIGKILL)
     assert (failing.result().step, failing.result().errno) == ("cgroup1", errno.EINTR)
     assert "killed" in str(failing.result())
 
 
 async def test_a_cancelled_start_is_ended(site: Site, launcher: Launcher) -> None:
-    stuck, next_one = site.place(cgroup1=(blocking_fd(site),)), site.place()
+    stuck, next_one = site.place(cgroup1=(site.blocking_fd(),)), site.place()
     with pytest.raises(TimeoutError):
         async with asyncio.timeout(0.2):
             await launcher.launch(stuck.plan)
@@ -224,10 +223,10 @@ async def test_a_cancelled_start_is_ended(site: Site, launcher: Launcher) -> Non
 class RawLauncher:
     """The launcher without its Python side, to see what it does by itself when one of the two dies."""
 
-    def __init__(self) -> None:
+    def __init__(self, program: Path) -> None:
         self.ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            self.pid, self.pidfd = process.spawn(LAUNCHER_PATH, fds={0: theirs.fileno()})
+            self.pid, self.pidfd = process.spawn(program, fds={0: theirs.fileno()})
 
     def send(self, place: Place, *, seq: int = 1) -> None:
         packet, fds = encode(place.plan, seq=seq)
@@ -251,8 +250,8 @@ class RawLauncher:
 
 
 @pytest.fixture
-def raw() -> Iterator[RawLauncher]:
-    raw = RawLauncher()
+def raw(program: Path) -> Iterator[RawLauncher]:
+    raw = RawLauncher(program)
     raw.ours.settimeout(10)
     assert raw.answer() == {"seq": "0", "ok": "1", "pid": str(raw.pid)}
     yield raw
@@ -260,17 +259,17 @@ def raw() -> Iterator[RawLauncher]:
 
 
 def test_a_half_made_sandbox_dies_with_the_launcher(site: Site, raw: RawLauncher) -> None:
-    stuck = site.place(cgroup1=(blocking_fd(site),))
+    stuck = site.place(cgroup1=(site.blocking_fd(),))
     raw.send(stuck)
-    wait_until(lambda: bool(stuck.pids()), "the start is under way")
+    wait_until(stuck.is_blocked, "the start is under way")
     os.kill(raw.pid, signal.SIGKILL)
     wait_until(lambda: not stuck.pids(), "the half-made sandbox died")
 
 
 def test_a_half_made_sandbox_dies_with_the_edge(site: Site, raw: RawLauncher) -> None:
-    stuck = site.place(cgroup1=(blocking_fd(site),))
+    stuck = site.place(cgroup1=(site.blocking_fd(),))
     raw.send(stuck)
-    wait_until(lambda: bool(stuck.pids()), "the start is under way")
+    wait_until(stuck.is_blocked, "the start is under way")
     raw.ours.close()
     wait_until(lambda: not stuck.pids(), "the half-made sandbox died")
     wait_until(lambda: process.has_ended(raw.pidfd), "the launcher ended")
@@ -312,6 +311,21 @@ def test_malformed_requests_are_answered(raw: RawLauncher, what: str) -> None:
     answer = raw.answer()
     assert (answer["ok"], answer["step"], answer["errno"]) == ("0", step, str(int(errno.EINVAL)))
     assert answer["seq"] == ("0" if what in ("empty", "no NUL") else "5")
+
+
+def test_no_packet_upsets_it(site: Site, raw: RawLauncher) -> None:
+    """Mutations of a good request, without its descriptors so that none of them starts anything."""
+    good, _ = encode(site.place().plan, seq=5)
+    dice = random.Random(20)
+    for _ in range(400):
+        packet = bytearray(good)
+        for _ in range(dice.randrange(1, 6)):
+            at = dice.randrange(len(packet))
+            packet[at : at + dice.randrange(3)] = dice.randbytes(dice.randrange(4)) * dice.choice((1, 1, 1, 50))
+        raw.send_raw(bytes(packet[: dice.randrange(1, len(packet) + 1)]), [])
+        assert raw.answer()["ok"] == "0"
+    raw.send(site.places[0])
+    assert raw.answer()["ok"] == "1"
 
 
 async def test_200_at_once(site: Site, launcher: Launcher) -> None:
