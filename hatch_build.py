@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess  # noqa: TID251 - the build knows nothing of the package
+import sysconfig
 from pathlib import Path
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
@@ -15,4 +16,5 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         root = Path(self.root)
         subprocess.run(["make", "-s", "-C", str(root / "native"), "install"], check=True)
         build_data["pure_python"] = False
-        build_data["infer_tag"] = False
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["tag"] = f"py3-none-{platform}"
