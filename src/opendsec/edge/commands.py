@@ -14,7 +14,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
 from opendsec import errors
@@ -84,7 +86,9 @@ class CommandBook:
         self._journal = file
         self._writer = output_writer
         self._recent = recent
-        self._budget = Budget(output_cap_bytes)
+        self._budget = Budget(output_cap_bytes, self._make_room)
+        self._filed: deque[Command] = deque()
+        """Ended ones with output in files, oldest first."""
         self._commands: dict[int, Command] = {}
         self._operations: dict[str, Command] = {}
         self._ended: list[int] = []
@@ -137,7 +141,15 @@ class CommandBook:
         return list(self._commands.values())
 
     async def read(self, command: Command, stream: OutputStream, offset: int) -> bytes | memoryview:
-        """Kept bytes from `offset`, up to 256 KiB; b"" when there are none now."""
+        """Kept bytes from `offset`, up to 256 KiB; b"" when there are none now. Raises NotFoundError when it was
+        removed.
+        """
+        if stream.removed:
+            raise errors.NotFoundError(
+                f"the output of {command.command_id} made room for newer output of this sandbox",
+                detail={"command_id": command.command_id},
+                remedy="read output before the sandbox has written its cap of newer one, or ask for less of it",
+            )
         if stream.forgotten and offset < stream.kept and command.position is not None:
             record = await asyncio.to_thread(self._journal.read_at, command.position)
             assert isinstance(record, journal.Result)
@@ -389,8 +401,20 @@ class CommandBook:
         """As counted when a command was last blamed for one."""
         return self._counters.oom_kills
 
+    def _make_room(self, wanted: int) -> None:
+        while self._budget.left < wanted and self._filed:
+            self._remove_output(self._filed.popleft())
+
+    def _remove_output(self, command: Command) -> None:
+        for stream in (command.stdout, command.stderr):
+            stream.remove()
+        if command.result is not None:
+            command.result = replace(command.result, truncated=True)
+
     def _remember(self, command: Command) -> None:
         self._ended.append(command.number)
+        if command.stdout.in_file or command.stderr.in_file:
+            self._filed.append(command)
         if len(self._ended) > MAX_REMEMBERED:
             oldest = self._commands.get(self._ended.pop(0))
             if oldest is not None:
@@ -398,13 +422,17 @@ class CommandBook:
 
     def _forget(self, command: Command) -> None:
         self._commands.pop(command.number, None)
+        if command in self._filed:
+            self._filed.remove(command)
+            self._remove_output(command)
         if command.request.operation_id is not None and self._operations.get(command.request.operation_id) is command:
             del self._operations[command.request.operation_id]
         self._recent.discard(command.stdout)
         self._recent.discard(command.stderr)
 
     def forget_all(self) -> None:
-        """The sandbox is forgotten."""
+        """The sandbox is forgotten, and its directory goes as a whole."""
+        self._filed.clear()
         for command in list(self._commands.values()):
             self._forget(command)
 
@@ -435,6 +463,8 @@ class CommandBook:
             command.stderr.restore(
                 total=result.stderr_bytes_total, kept=record.stderr_kept, in_file=record.stderr is None
             )
+            if command.stdout.removed or command.stderr.removed:
+                command.result = replace(result, truncated=True)
         self._remember(command)
 
     def unfinished(self) -> list[Command]:

@@ -171,8 +171,11 @@ class _Follower:
     async def run(self, event: asyncio.Event) -> None:
         command = self._command
         self._parts.append(pack_frame(EXEC_STARTED, 0, codec.encode(command.status())))
-        if not command.done:
-            await _waited(event, GATHER_S)
+        until = time.monotonic() + GATHER_S
+        while not command.done:
+            event.clear()
+            if not await _waited(event, until - time.monotonic()):
+                break
         chunks = 0
         while True:
             event.clear()

@@ -36,18 +36,27 @@ DROP_PAUSE_S = 0.004
 
 
 class Budget:
-    """Bytes of output files one sandbox may keep; the first 64 KiB of each stream are free, so nobody's short
-    answers are lost.
+    """Bytes of output files one sandbox may keep.
+
+    The first 64 KiB of each stream are free, so nobody's short answers are lost. When it runs out, `make_room(wanted)`
+    is called, which may give some back.
     """
 
-    def __init__(self, cap_bytes: int) -> None:
-        self._left = cap_bytes
+    def __init__(self, cap_bytes: int, make_room: Callable[[int], None] = lambda wanted: None) -> None:
+        self.left = cap_bytes
+        self._make_room = make_room
 
     def grant(self, wanted: int) -> int:
         """How many of these bytes may be kept; they are taken from the budget."""
-        given = max(0, min(wanted, self._left))
-        self._left -= given
+        if wanted > self.left:
+            self._make_room(wanted)
+        given = max(0, min(wanted, self.left))
+        self.left -= given
         return given
+
+    def give_back(self, count: int) -> None:
+        """A file has gone."""
+        self.left += count
 
 
 class OutputStream:
@@ -59,6 +68,8 @@ class OutputStream:
         self.kept = 0
         """Bytes that can be read: [0, kept)."""
         self.in_file = False
+        self.removed = False
+        """It was in a file, which had to make room for newer output or is gone."""
         self._path = path
         self._limit = limit
         self._budget = budget
@@ -186,8 +197,18 @@ class OutputStream:
         """An ended stream as the journal has it; inline bytes stay there until somebody asks."""
         self.total, self.kept, self._durable, self.in_file = total, kept, kept, in_file
         self._memory = None if in_file or kept else b""
-        if in_file:
+        if in_file and self._path.exists():
             self._budget.grant(kept)
+        elif in_file:
+            self.removed, self.kept = True, 0
+
+    def remove(self) -> None:
+        """Give the file of an ended stream up."""
+        if not self.in_file or self.removed:
+            return
+        self._budget.give_back(self.kept)
+        self.removed, self.kept = True, 0
+        self._writer.run(lambda: self._path.unlink(missing_ok=True))
 
     @property
     def forgotten(self) -> bool:

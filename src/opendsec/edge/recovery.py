@@ -158,15 +158,11 @@ async def adopt_all(
 ) -> None:
     """Make sandboxes of everything found, many at a time."""
     turns = asyncio.Semaphore(ADOPT_AT_ONCE)
+    for what in found:
+        _require_backend(what, backends, unavailable)
 
     async def one(what: Found) -> None:
-        backend = backends.get(what.created.spec.backend)
-        if backend is None or (what.ended is None and backend.kind in unavailable):
-            raise errors.BackendUnavailableError(
-                f"sandbox {what.created.sandbox_id} needs the {what.created.spec.backend.value} backend, "
-                "which this edge does not have: " + unavailable.get(what.created.spec.backend, "it was not given one"),
-                remedy="start the edge with that backend working until its sandboxes have ended",
-            )
+        backend = backends[what.created.spec.backend]
         sandbox = _restored(what, parts, backend, places(what.created.sandbox_id))
         enrol(sandbox, live=what.ended is None)
         if what.ended is None:
@@ -176,6 +172,19 @@ async def adopt_all(
     async with asyncio.TaskGroup() as group:
         for what in found:
             group.create_task(one(what))
+
+
+def _require_backend(
+    what: Found, backends: Mapping[BackendKind, Backend], unavailable: Mapping[BackendKind, str]
+) -> None:
+    """Sandboxes of a backend that is not there can be neither adopted nor removed: better no edge than one that lies."""
+    kind = what.created.spec.backend
+    if kind not in backends or (what.ended is None and kind in unavailable):
+        raise errors.BackendUnavailableError(
+            f"sandbox {what.created.sandbox_id} needs the {kind.value} backend, which this edge does not have: "
+            + unavailable.get(kind, "it was not given one"),
+            remedy="start the edge with that backend working until its sandboxes have ended",
+        )
 
 
 def _restored(what: Found, parts: Parts, backend: Backend, where: Places) -> Sandbox:

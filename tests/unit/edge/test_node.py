@@ -363,3 +363,38 @@ def test_slots_are_reused_lowest_first() -> None:
     slots.give_back(2)
     slots.give_back(0)
     assert [slots.take(), slots.take(), slots.take()] == [0, 2, 4]
+
+
+async def test_oldest_output_makes_room_for_newer_and_says_so(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend, output_cap_bytes=1_000_000) as node:
+        sandbox = await created(node)
+        commands = [await ended(await sandbox.submit(ExecRequest(script="yes 200000"))) for _ in range(4)]
+        small = await ended(await sandbox.submit(ExecRequest(script="echo small")))
+        assert await output(sandbox, commands[3]) == b"y\n" * 200_000
+        assert await output(sandbox, small) == b"small\n"
+        with pytest.raises(NotFoundError, match="cmd-1 made room"):
+            await output(sandbox, commands[0])
+        assert commands[0].result is not None
+        assert (commands[0].result.truncated, commands[0].result.stdout_bytes_total) == (True, 400_000)
+    async with edge(tmp_path, backend, output_cap_bytes=1_000_000) as node:
+        sandbox = node.get(sandbox.sandbox_id, project=None)
+        with pytest.raises(NotFoundError, match="cmd-1 made room"):
+            await output(sandbox, sandbox.commands.get("cmd-1"))
+        assert sandbox.commands.get("cmd-1").result.truncated  # type: ignore[union-attr]
+        assert await output(sandbox, sandbox.commands.get("cmd-4")) == b"y\n" * 200_000
+
+
+async def test_old_commands_are_forgotten_with_their_operation_and_file(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendsec.edge.commands.MAX_REMEMBERED", 2)
+    sandbox = await created(node)
+    first = await ended(await sandbox.submit(ExecRequest(script="yes 100000", operation_id="op")))
+    for _ in range(2):
+        await run(sandbox, "true")
+    with pytest.raises(NotFoundError):
+        sandbox.commands.get(first.command_id)
+    await until(lambda: not any((sandbox.places.own / "out").iterdir()))
+    again = await sandbox.submit(ExecRequest(script="echo new", operation_id="op"))
+    assert await output(sandbox, await ended(again)) == b"new\n"

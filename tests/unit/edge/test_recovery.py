@@ -21,7 +21,13 @@ from opendsec.edge import journal, node, recovery
 from opendsec.edge.node import Node
 from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.writer import WriterThread
-from opendsec.errors import ConflictError, OpenDSecError, StartError
+from opendsec.errors import (
+    BackendUnavailableError,
+    ConflictError,
+    HostCapabilityError,
+    OpenDSecError,
+    StartError,
+)
 from opendsec.model.command import EndReason, ExecRequest
 from opendsec.model.ids import SandboxId, new_sandbox_id
 from opendsec.model.node import SandboxEnd, SandboxState
@@ -258,3 +264,26 @@ async def test_1000_sandboxes_are_adopted_in_seconds(tmp_path: Path) -> None:
 def test_replay_wants_a_beginning() -> None:
     with pytest.raises(journal.JournalError):
         recovery.replay([(0, journal.Ended(ended_at=1.0))])
+
+
+class Unavailable(DummyBackend):
+    async def open(self) -> None:
+        raise HostCapabilityError("no such kernel")
+
+
+async def test_edge_whose_backend_is_gone_touches_nothing(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+    with pytest.raises(BackendUnavailableError, match="no such kernel"):
+        async with edge(tmp_path, Unavailable()):
+            pass
+    async with edge(tmp_path, backend) as second:
+        assert second.get(sandbox.sandbox_id, project=None).state is SandboxState.RUNNING
+
+
+async def test_backend_that_does_not_work_refuses_by_name(tmp_path: Path) -> None:
+    async with edge(tmp_path, Unavailable()) as one:
+        assert not one.report().backends["dummy"].available
+        with pytest.raises(BackendUnavailableError, match="no such kernel"):
+            await created(one)

@@ -1,0 +1,132 @@
+"""The exec stream as the ASGI server sees it: silence, a client that has gone, an error after the beginning."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.unit.edge.edges import created, edge, until
+
+from opendsec.edge import exec_routes
+from opendsec.edge.exec_routes import ExecRoutes
+from opendsec.edge.node import Node
+from opendsec.edge.sandbox import Sandbox
+from opendsec.guest.base import GuestError
+from opendsec.model.command import ExecRequest
+from opendsec.wire import codec
+from opendsec.wire.contracts import EXEC_ERROR, EXEC_KEEPALIVE, EXEC_RESULT, EXEC_STARTED, EXEC_STDOUT
+from opendsec.wire.frames import Frame, FrameParser
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+async def node(tmp_path: Path) -> AsyncIterator[Node]:
+    async with edge(tmp_path) as one:
+        yield one
+
+
+class Client:
+    """One request to a raw route, and what came back."""
+
+    def __init__(self, path: str, body: bytes = b"", *, query: str = "") -> None:
+        self.scope = {"type": "http", "method": "POST", "path": path, "query_string": query.encode(), "headers": []}
+        self.sent: list[Any] = []
+        self.left = asyncio.Event()
+        self._body: bytes | None = body
+
+    async def receive(self) -> Any:
+        if self._body is not None:
+            body, self._body = self._body, None
+            return {"type": "http.request", "body": body, "more_body": False}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(self, message: Any) -> None:
+        self.sent.append(message)
+
+    def frames(self) -> list[Frame]:
+        body = b"".join(message.get("body", b"") for message in self.sent)
+        return list(FrameParser().feed(body))
+
+    @property
+    def over(self) -> bool:
+        return bool(self.sent) and self.sent[-1].get("more_body") is False
+
+
+async def start(node: Node, sandbox: Sandbox, client: Client) -> None:
+    await ExecRoutes(node).start(sandbox.sandbox_id, client.scope, client.receive, client.send)
+
+
+def asking(script: str) -> bytes:
+    return codec.encode(ExecRequest(script=script))
+
+
+async def test_short_command_is_answered_in_one_piece(node: Node) -> None:
+    sandbox = await created(node)
+    client = Client("/", asking("echo hi"))
+    await start(node, sandbox, client)
+    assert [frame.type for frame in client.frames()] == [EXEC_STARTED, EXEC_STDOUT, EXEC_RESULT]
+    assert [message["type"] for message in client.sent] == ["http.response.start", "http.response.body"]
+
+
+async def test_silence_is_broken_by_keepalives(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exec_routes, "KEEPALIVE_S", 0.02)
+    sandbox = await created(node)
+    client = Client("/", asking("sleep 0.1; echo hi"))
+    await start(node, sandbox, client)
+    kinds = [frame.type for frame in client.frames()]
+    assert kinds[0] == EXEC_STARTED
+    assert EXEC_KEEPALIVE in kinds
+    assert kinds[-2:] == [EXEC_STDOUT, EXEC_RESULT]
+
+
+async def test_client_that_left_is_noticed_and_its_command_goes_on(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exec_routes, "KEEPALIVE_S", 0.02)
+    sandbox = await created(node)
+    client = Client("/", asking("sleep 1000"))
+    following = asyncio.ensure_future(start(node, sandbox, client))
+    await until(lambda: bool(client.sent))
+    client.left.set()
+    await asyncio.wait_for(following, 5)
+    assert not client.over
+    command = sandbox.commands.get("cmd-1")
+    assert not command.done
+    assert not command._watchers
+
+
+async def test_session_that_is_busy_begins_its_stream_after_a_while(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(exec_routes, "START_WAIT_S", 0.02)
+    sandbox = await created(node)
+    await sandbox.submit(ExecRequest(script="sleep 0.1", session="s"))
+    client = Client("/", codec.encode(ExecRequest(script="exit 6", session="s")))
+    await start(node, sandbox, client)
+    kinds = [frame.type for frame in client.frames()]
+    assert (kinds[0], kinds[-1]) == (EXEC_STARTED, EXEC_RESULT)
+
+
+async def test_refusal_after_the_stream_began_is_its_last_frame(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(exec_routes, "START_WAIT_S", 0.02)
+    sandbox = await created(node)
+
+    async def refuse_late(number: int, plan: object) -> int:
+        await asyncio.sleep(0.05)
+        raise GuestError("no_shell", "the image has no shell")
+
+    monkeypatch.setattr(sandbox.guest, "start", refuse_late)
+    client = Client("/", asking("true"))
+    await start(node, sandbox, client)
+    kinds = [frame.type for frame in client.frames()]
+    assert (kinds, client.over) == ([EXEC_STARTED, EXEC_ERROR], True)
+    assert b'"no_shell"' in client.frames()[-1].payload
+
+
+async def test_unknown_parameter_is_named(node: Node) -> None:
+    sandbox = await created(node)
+    with pytest.raises(Exception, match="odd"):
+        await start(node, sandbox, Client("/", asking("true"), query="odd=1"))
