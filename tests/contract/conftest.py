@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.harness import PLACES, Place, Sandbox
+from tests.contract.harness import CONTAINER_NEEDS, PLACES, Place, Sandbox
 
 from opendsec.model.spec import BackendKind
 
-_CONTAINER_NEEDS = [getattr(pytest.mark, name) for name in ("root", "native", "cgroup", "erofs", "overlay", "netns")]
-CONTAINER = pytest.param(BackendKind.CONTAINER, marks=_CONTAINER_NEEDS, id="container")
+CONTAINER = pytest.param(
+    BackendKind.CONTAINER, marks=[getattr(pytest.mark, name) for name in CONTAINER_NEEDS], id="container"
+)
 BOTH = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER]
 
 

@@ -28,6 +28,7 @@ from opendsec.store.mounts import LayerMounts
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
+CONTAINER_NEEDS = ("root", "native", "cgroup", "erofs", "overlay", "netns")
 CONFIGURED: dict[str, Any] = {
     "env": {"GREETING": 'it\'s "a  b" $x \\ é', "EMPTY": ""},
     "user": "agent",
@@ -192,14 +193,16 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
     else:
         images = {image.name: image}
     layers = LayerMounts(store, run / "layers")
-    backend = container_backend(layers, state, run)
+    backend: Backend = container_backend(layers, state, run)
     try:
         await backend.open()
         for image in images.values():
             layers.acquire(image)
         (state / "sbx").mkdir(mode=0o700)
         (run / "sbx").mkdir(mode=0o700)
-        yield Place(backend, images, state / "sbx", run / "sbx")
+        place = Place(backend, images, state / "sbx", run / "sbx")
+        yield place
+        backend = place.backend
     finally:
         await backend.close()
         layers.unmount_all()
