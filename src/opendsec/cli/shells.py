@@ -30,7 +30,7 @@ def shell(
         str, typer.Argument(metavar="SANDBOX|IMAGE", help="A running sandbox, or an image to start one from.")
     ],
     command: Annotated[
-        str, typer.Option("--command", "-c", help="Command line to run instead of a shell.")
+        str, typer.Option("--command", "-c", show_default=False, help="Command line to run instead.")
     ] = LOGIN_SHELL,
     user: options.User = None,
     workdir: options.Workdir = None,
