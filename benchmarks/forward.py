@@ -118,14 +118,19 @@ async def measure(through: EdgeLink, direct: EdgeLink, apiserver: int) -> None:
     medians = {way: statistics.median(values) * 1e3 for way, values in times.items()}
     target = f"{sandbox}/files/content?length={STREAM_BYTES}"
     rates = {"through": 0.0, "direct": 0.0}
+    streaming = cpu_s(apiserver)
     for _ in range(3):
         rates["through"] = max(rates["through"], await stream(through, target))
         rates["direct"] = max(rates["direct"], await stream(direct, target))
+    streaming = (cpu_s(apiserver) - streaming) / (3 * STREAM_BYTES / 1e9)
     print(f"{platform.node()} {platform.machine()}, {os.cpu_count()} cores, Linux {platform.release()}")
     print(f"Python {platform.python_version()}, uvicorn {version('uvicorn')}, uvloop {version('uvloop')}")
     print(f"GET of a sandbox, p50 of {ROUNDS}: direct {medians['direct']:.3f} ms, through {medians['through']:.3f} ms,")
     print(f"  added {medians['through'] - medians['direct']:.3f} ms, apiserver CPU {spent * 1e3:.3f} ms a request")
-    print(f"stream of {STREAM_BYTES >> 20} MiB: direct {rates['direct']:.0f} MB/s, through {rates['through']:.0f} MB/s")
+    print(
+        f"stream of {STREAM_BYTES >> 20} MiB: direct {rates['direct']:.0f} MB/s, through {rates['through']:.0f} MB/s,"
+    )
+    print(f"  apiserver CPU {streaming:.2f} s/GB; load average {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 import uvicorn
 import uvloop
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from opendsec.errors import InvalidSpecError
 from opendsec.server.asgi import ASGIApp
@@ -28,6 +29,12 @@ from opendsec.server.asgi import ASGIApp
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+WRITE_BUFFER = 512 * 1024
+"""Bytes of an answer waiting in this process above which its source is held back."""
+SEND_BUFFER = 1024 * 1024
+"""Bytes of a Unix socket waiting in the kernel; used only while they wait."""
+SO_SNDBUFFORCE = 32
+"""asm-generic/socket.h"""
 BACKLOG = 4096
 """Connections waiting to be accepted; the kernel caps it at net.core.somaxconn."""
 
@@ -106,6 +113,29 @@ class _Server(uvicorn.Server):
         yield
 
 
+class _Connection(HttpToolsProtocol):
+    """uvicorn's, with room for a large chunk on its way:
+
+    with the small defaults every chunk of a stream waits twice.
+    """
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        """Called by the event loop."""
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(high=WRITE_BUFFER)
+        widen(transport.get_extra_info("socket"))
+
+
+def widen(sock: socket.socket) -> None:
+    """Ask for SEND_BUFFER in the kernel on a Unix socket (TCP sizes its own); less is granted without the right to
+    more."""
+    if sock.family == socket.AF_UNIX:
+        try:
+            sock.setsockopt(socket.SOL_SOCKET, SO_SNDBUFFORCE, SEND_BUFFER)
+        except PermissionError:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
+
+
 async def serve(
     app: ASGIApp, sock: socket.socket, *, grace_s: float = 5.0, on_listening: Callable[[], None] = lambda: None
 ) -> None:
@@ -115,7 +145,7 @@ async def serve(
     """
     config = uvicorn.Config(
         app,
-        http="httptools",
+        http=_Connection,
         ws="none",
         lifespan="off",
         loop="none",
