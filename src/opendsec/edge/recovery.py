@@ -177,7 +177,7 @@ async def adopt_all(
 def _require_backend(
     what: Found, backends: Mapping[BackendKind, Backend], unavailable: Mapping[BackendKind, str]
 ) -> None:
-    """Sandboxes of a backend that is not there can be neither adopted nor removed: better no edge than one that lies."""
+    """Sandboxes whose backend is not there can be neither adopted nor removed: better no edge than one that lies."""
     kind = what.created.spec.backend
     if kind not in backends or (what.ended is None and kind in unavailable):
         raise errors.BackendUnavailableError(

@@ -151,7 +151,12 @@ class Sandbox:
         )
 
     def usage(self) -> Usage:
-        return Usage() if self.handle is None else self.backend.usage(self.handle)
+        """Counters now; all unknown once its control groups are gone, which may happen at any moment of its end."""
+        try:
+            return Usage() if self.handle is None else self.backend.usage(self.handle)
+        except OSError as exc:
+            log.debug("usage_unknown", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            return Usage()
 
     # Requests
 
@@ -213,6 +218,8 @@ class Sandbox:
         try:
             yield self.guest
         except GuestLostError as exc:
+            if self.life.end_reason is not None:
+                lifecycle.refuse_unless_running(self.life)
             raise errors.SandboxLostError(
                 "the connection to the guest agent was lost", sandbox_id=self.sandbox_id, retryable=True
             ) from exc
@@ -433,10 +440,7 @@ class Sandbox:
         return None
 
     def _why_lost(self) -> tuple[SandboxEnd, str]:
-        try:
-            killed = self.usage().oom_kills
-        except OSError:
-            killed = None
+        killed = self.usage().oom_kills
         if killed and killed > self.commands.oom_kills:
             return SandboxEnd.OOM, "its guest agent was killed for lack of memory"
         return SandboxEnd.GUEST_LOST, "its guest agent is gone"

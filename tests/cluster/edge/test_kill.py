@@ -151,3 +151,33 @@ async def test_sandbox_killed_while_no_edge_ran(containers: EdgeProcess) -> None
     done = await edge.output(sandbox_id, command_id)
     assert done.result is not None
     assert (done.result["exit_code"], done.result["end_reason"]) == (None, "sandbox_ended")
+
+
+async def test_waiting_session_commands_keep_their_place(containers: EdgeProcess) -> None:
+    edge = containers
+    sandbox_id = await edge.create(**SPEC)
+    first = await edge.begin(
+        sandbox_id, "kept=1; sleep 2; echo a >> /log; exit_is() { return $1; }; exit_is 3", session="s"
+    )
+    second = await edge.begin(sandbox_id, "echo b$kept >> /log; cat /log", session="s")
+    await restart(edge)
+    done = await edge.output(sandbox_id, first)
+    assert done.result is not None
+    assert (done.result["exit_code"], done.result["end_reason"]) == (3, "exited")
+    done = await edge.output(sandbox_id, second)
+    assert done.result is not None
+    assert (bytes(done.stdout), done.result["exit_code"]) == (b"a\nb1\n", 0)
+
+
+async def test_paused_stays_paused(containers: EdgeProcess) -> None:
+    edge = containers
+    sandbox_id = await edge.create(**SPEC)
+    command_id = await edge.begin(sandbox_id, "sleep 0.5; echo over")
+    assert (await edge.client.post(f"/v1/sandboxes/{sandbox_id}/pause")).json()["state"] == "paused"
+    await restart(edge)
+    assert (await edge.client.get(f"/v1/sandboxes/{sandbox_id}")).json()["state"] == "paused"
+    done = await edge.run(sandbox_id, "echo resumed")
+    assert bytes(done.stdout) == b"resumed\n"
+    assert bytes((await edge.output(sandbox_id, command_id)).stdout) == b"over\n"
+    await edge.client.post(f"/v1/sandboxes/{sandbox_id}/pause")
+    assert (await edge.delete(sandbox_id))["state"] == "stopped"
