@@ -89,6 +89,7 @@ def bench() -> Iterator[Bench]:
         for directory in v1:
             directory.mkdir()
             stack.callback(remove_group, directory)
+        stack.callback(kill_sandboxes, group)
         rootfs = make_rootfs(root)
         layer = mount_layer(root, rootfs, stack)
         dev, sysfs = make_dev(root, stack), os.open("/sys", os.O_PATH | os.O_CLOEXEC)
@@ -172,6 +173,12 @@ class Sandbox:
         for group in self.groups:
             remove_group(group)
         shutil.rmtree(self.state)
+
+
+def kill_sandboxes(group: Path) -> None:
+    """What an interrupted run has left."""
+    for sandbox in group.glob("s[0-9]*"):
+        (sandbox / "cgroup.kill").write_text("1")
 
 
 def remove_group(group: Path) -> None:
@@ -381,10 +388,13 @@ def print_table(found: dict[str, list[Round]], absent: dict[str, str]) -> None:
         print(f"{name:34} {reason}")
 
 
-def available_kib() -> int:
-    """MemAvailable, after the kernel has given back what it holds per CPU and in freed namespaces."""
-    line = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemAvailable"))
-    return int(line.split()[1])
+def free_kib() -> dict[str, int]:
+    """MemAvailable, and MemFree with what the kernel keeps per CPU, which can be hundreds of MB."""
+    lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
+    meminfo = {line[0].rstrip(":"): int(line[1]) for line in lines}
+    zones = Path("/proc/zoneinfo").read_text().split()
+    per_cpu_pages = sum(int(zones[at + 1]) for at, word in enumerate(zones) if word == "count:")
+    return {"MemAvailable": meminfo["MemAvailable"], "MemFree + per CPU": meminfo["MemFree"] + per_cpu_pages * 4}
 
 
 async def idle(bench: Bench, count: int) -> None:
@@ -392,14 +402,15 @@ async def idle(bench: Bench, count: int) -> None:
         warm = [prepare(bench, count + slot) for slot in range(20)]
         await end([await launcher.launch(sandbox.plan) for sandbox in warm])
         sandboxes = [prepare(bench, slot) for slot in range(count)]
-        before = available_kib()
+        before = free_kib()
         launched = []
         for first in range(0, count, 16):
             batch = sandboxes[first : first + 16]
             launched += await asyncio.gather(*(launcher.launch(sandbox.plan) for sandbox in batch))
         await asyncio.sleep(2)
-        after = available_kib()
-        print(f"{count} idle sandboxes: {(before - after) / count:.0f} KiB each by MemAvailable")
+        after = free_kib()
+        fell = ", ".join(f"{(before[name] - after[name]) / count:.0f} KiB by {name}" for name in before)
+        print(f"{count} idle sandboxes, each: {fell}")
         await end(launched)
         for sandbox in (*warm, *sandboxes):
             sandbox.close_descriptors()
