@@ -82,6 +82,7 @@ def bench() -> Iterator[Bench]:
         group = cgroup2() / f"opendsec-bench-{os.getpid()}"
         group.mkdir()
         stack.callback(remove_group, group)
+        stack.callback(remove_podmans, podmans_groups())
         (group / "self").mkdir()
         (group / "self" / "cgroup.procs").write_text(str(os.getpid()))
         stack.callback((home / "cgroup.procs").write_text, str(os.getpid()))
@@ -179,6 +180,16 @@ def kill_sandboxes(group: Path) -> None:
     """What an interrupted run has left."""
     for sandbox in group.glob("s[0-9]*"):
         (sandbox / "cgroup.kill").write_text("1")
+
+
+def podmans_groups() -> set[Path]:
+    """Podman leaves an empty parent group in every hierarchy."""
+    return set(Path("/sys/fs/cgroup").glob("*/libpod_parent"))
+
+
+def remove_podmans(before: set[Path]) -> None:
+    for group in podmans_groups() - before:
+        remove_group(group)
 
 
 def remove_group(group: Path) -> None:
@@ -308,7 +319,7 @@ def commands(bench: Bench) -> dict[str, Callable[[str], list[str]]]:
         "crun run, cgroups disabled": lambda name: [*crun, "--cgroup-manager=disabled", "run", *run, name],
         "crun run, cgroupfs": lambda name: [*slim, *crun, "--cgroup-manager=cgroupfs", "run", *run, name],
         "runc run": lambda name: ["runc", "--root", state, "run", *run, name],
-        "podman run": lambda _: [*podman, "--cgroups=disabled", *nofile, "--rootfs", rootfs, "/bin/true"],
+        "podman run": lambda _: [*slim, *podman, *nofile, "--rootfs", rootfs, "/bin/true"],
         "runsc run, ptrace": lambda name: [*runsc, "run", *run, name],
     }
 
