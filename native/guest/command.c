@@ -15,7 +15,7 @@
 #include "spawn.h"
 #include "terminal.h"
 
-enum { BUCKETS = 256, MAX_LIVE = 1024, MAX_KNOWN = 8192 };
+enum { BUCKETS = 256, MAX_LIVE = 1024, MAX_KNOWN = 8192, HANG_UP_MS = 300 };
 
 static struct command *buckets[BUCKETS];
 static unsigned known_count, live_count;
@@ -165,6 +165,13 @@ static void tree_emptied(struct tree *tree) {
     command_ended(command, command->wait_status);
 }
 
+/* The terminal did not hang up although its session leader is gone: someone else holds it. */
+static void hang_up_late(struct timer *timer) {
+    struct command *command = HOLDER(timer, struct command, timer);
+    if (!output_give_up(&command->output[0])) return timer_set(timer, HANG_UP_MS, hang_up_late);
+    command_ended(command, command->wait_status);
+}
+
 /* Called again whenever something that EXIT waits for has happened. */
 void command_ended(struct command *command, int status) {
     if (command->ended) return;
@@ -172,8 +179,10 @@ void command_ended(struct command *command, int status) {
     command->wait_status = status;
     /* An ended tree is ended altogether: what ignores TERM has until the grace is over. */
     if (command->reason && tree_await_empty(&command->tree, tree_emptied)) return;
-    for (int i = 0; i < 2; i++) {
-        if (!command->output[i].ending) output_end(&command->output[i]);
+    if (!command->output[0].ending) {
+        for (int i = 0; i < 2; i++) output_end(&command->output[i], command->is_terminal);
+        timer_stop(&command->timer);
+        if (command->is_terminal) timer_set(&command->timer, HANG_UP_MS, hang_up_late);
     }
     if (command->reason && !command->session && command->tree.fd < 0) tree_kill(&command->tree);
     tree_retire(&command->tree);

@@ -87,12 +87,19 @@ bool output_fill(struct output *output) {
     return true;
 }
 
-void output_end(struct output *output) {
+void output_end(struct output *output, bool is_terminal) {
     int left = 0;
     if (output->source.fd >= 0 && ioctl(output->source.fd, FIONREAD, &left) < 0) left = 0;
     output->ending = true;
-    output->drain = (uint64_t)left;
+    output->drain = is_terminal ? UINT64_MAX : (uint64_t)left;
     output_want(output);
+}
+
+bool output_give_up(struct output *output) {
+    if (output->total - output->base == WINDOW) return false;
+    output->drain = 0;
+    output_want(output);
+    return true;
 }
 
 bool output_send(struct output *output, uint32_t id) {

@@ -23,8 +23,13 @@ struct output {
 
 /* Reads what fits. True when something changed (bytes came, or the stream is done). */
 bool output_fill(struct output *output);
-/* The foreground process is gone: only what is in the pipe now still counts. */
-void output_end(struct output *output);
+/*
+ * The foreground process is gone: only what is in the pipe now still counts. A terminal's last bytes may be on their way
+ * through the kernel still, but its hang-up comes after them: all counts until then.
+ */
+void output_end(struct output *output, bool is_terminal);
+/* Takes what is left as not belonging; false while the window is full, since then there may be more. */
+bool output_give_up(struct output *output);
 /* All that belongs to the command has been read. */
 bool output_done(const struct output *output);
 /* Sends one OUT frame if there is something unsent; true when there is more. */
