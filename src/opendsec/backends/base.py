@@ -118,11 +118,14 @@ class Backend(ABC):
 
     @abstractmethod
     async def recover(self, handle: Handle) -> Running | None:
-        """Find a sandbox of an earlier edge process again. None: it is gone (call `destroy`)."""
+        """Find a sandbox of an earlier edge process again. None: it is gone (call `destroy`).
+
+        A paused one is found paused. Raises GuestLostError when it lives but does not answer: try again, or stop it.
+        """
 
     @abstractmethod
     async def reconnect(self, handle: Handle) -> Guest | None:
-        """A new connection after one was lost. None: the agent is gone for good."""
+        """A new connection after one was lost. None: the agent is gone for good. Raises GuestLostError as `recover`."""
 
     @abstractmethod
     async def pause(self, handle: Handle) -> None:

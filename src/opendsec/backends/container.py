@@ -23,7 +23,7 @@ from pathlib import Path
 from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
 from opendsec.backends.container_policy import HOSTNAME, MAX_SLOT, Shared, host_root, launch_plan
 from opendsec.backends.container_rubbish import remove_contents, remove_quickly
-from opendsec.backends.container_templates import Templates, usable_resolvers
+from opendsec.backends.container_templates import Templates, find_resolvers
 from opendsec.errors import (
     BackendUnavailableError,
     DiskFullError,
@@ -123,7 +123,7 @@ class ContainerBackend(Backend):
         self._may_network = await self._can("network", "veth", "nft", "forwarding")
         self._may_limit_disk = await self._can("disk limits", "loop", "mkfs.ext4")
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        resolvers, refused = usable_resolvers(_read_or_empty(Path("/etc/resolv.conf")))
+        resolvers, refused = find_resolvers()
         if refused:
             self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
         try:
@@ -246,7 +246,7 @@ class ContainerBackend(Backend):
         try:
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
             if self._may_network and self._network.may_be_attached(slot):
-                self._network.detach(slot)
+                await asyncio.to_thread(self._network.detach, slot)
             remove_disk(state_dir)
             for directory in (run_dir, state_dir):
                 await _empty(directory)
@@ -275,6 +275,21 @@ class ContainerBackend(Backend):
                 detail={"probe": "run_dir"},
                 remedy="use a shorter OPENDSEC_RUN_DIR",
             )
+
+        if _is_online(plan.spec):
+            self._check_network(plan)
+
+    def _check_network(self, plan: StartPlan) -> None:
+        if not self._may_network:
+            raise UnsupportedError(
+                "network_rules: this node cannot give sandboxes a network",
+                detail={"field": "network_rules"},
+                remedy="; ".join(self._reasons),
+            )
+        try:
+            self._network.addresses(plan.slot)
+        except ValueError as error:
+            raise StartError(f"no address is left for this sandbox: {error}", sandbox_id=plan.sandbox_id) from error
 
     async def _launch(self, plan: StartPlan) -> Launched:
         if self._shared is None:
@@ -376,13 +391,6 @@ class ContainerBackend(Backend):
 
 
 # ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _read_or_empty(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except FileNotFoundError:
-        return ""
 
 
 def _disk_of(plan: StartPlan) -> Path:

@@ -54,6 +54,22 @@ def usable_resolvers(resolv_conf: str) -> tuple[list[str], list[str]]:
     return usable, refused
 
 
+def find_resolvers() -> tuple[list[str], list[str]]:
+    """This host's name servers, as `usable_resolvers`; behind systemd-resolved's stub, the ones it asks."""
+    usable, refused = usable_resolvers(_read_or_empty(Path("/etc/resolv.conf")))
+    if not usable:
+        usable, _ = usable_resolvers(_read_or_empty(Path("/run/systemd/resolve/resolv.conf")))
+        refused = [] if usable else refused
+    return usable, refused
+
+
+def _read_or_empty(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except FileNotFoundError:
+        return ""
+
+
 class Templates:
     """Made by `open`, given back by `close`. Descriptors are of directories."""
 
