@@ -219,7 +219,8 @@ def _show_ready(local: Local, report: Mapping[str, Any], *, as_json: bool) -> No
         return
     usable = sorted(name for name, backend in report["backends"].items() if backend["available"])
     images = ", ".join(report["images"]) or "none yet (`opendsec image build-debian debian`)"
-    print(f"OpenDSec is ready: {local.api_url}, edge {local.edge}, backends {', '.join(usable)}, images {images}")
+    what = f"edge {local.edge}, backends {', '.join(usable)}, images {images}"
+    print(f"OpenDSec is ready: {local.api_url}, {what}", flush=True)
 
 
 def _print_stopped(stopped: Stopped) -> None:

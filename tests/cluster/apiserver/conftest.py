@@ -88,15 +88,19 @@ Start = Callable[..., AbstractAsyncContextManager[Platform]]
 
 @pytest.fixture
 def start(tmp_path: Path) -> Start:
-    """`async with start("a", "b") as platform`: an apiserver with edges of these names."""
+    """`async with start("a", "b") as platform`: an apiserver with edges of these names; those `away` do not answer."""
 
     @contextlib.asynccontextmanager
-    async def started(*names: str, patience_s: float = 2.0) -> AsyncIterator[Platform]:
+    async def started(
+        *names: str, patience_s: float = 2.0, away: frozenset[str] = frozenset()
+    ) -> AsyncIterator[Platform]:
         settings = settings_for(tmp_path, *names)
         keys = seed(settings)
         edges = {name: EdgeDouble(name) for name in names}
         async with contextlib.AsyncExitStack() as stack:
             for name, double in edges.items():
+                if name in away:
+                    continue
                 await stack.enter_async_context(serving(make_double(double, token=TOKEN), tmp_path / f"{name}.sock"))
             app = await stack.enter_async_context(apiserver(settings, patience_s=patience_s))
             await stack.enter_async_context(serving(app, tmp_path / "api.sock"))

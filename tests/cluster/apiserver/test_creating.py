@@ -124,6 +124,22 @@ async def test_a_batch_that_is_too_large_for_all_edges_fails_in_part_and_typed(s
         assert {(error["code"], error["retryable"]) for error in failed} == {("unschedulable", True)}
 
 
+async def test_an_edge_that_is_away_costs_no_sandbox(start: Start) -> None:
+    async with start("a", "b", patience_s=0.2, away=frozenset({"b"})) as platform:
+        lines = await lines_of(platform.client, {**SPEC, "count": 20})
+        assert all(line["error"] is None for line in lines)
+        assert platform.edges["a"].live == 20
+        made = [await platform.client.post("/v1/sandboxes", json=SPEC) for _ in range(5)]
+        assert {answer.status_code for answer in made} == {201}
+
+
+async def test_with_every_edge_away_each_index_fails_typed(start: Start) -> None:
+    async with start("a", "b", patience_s=0.2, away=frozenset({"a", "b"})) as platform:
+        lines = await lines_of(platform.client, {**SPEC, "count": 20})
+        assert sorted(line["index"] for line in lines) == list(range(20))
+        assert {(line["error"]["code"], line["error"]["retryable"]) for line in lines} == {("unschedulable", True)}
+
+
 async def test_a_wrong_batch_is_refused_before_it_starts(start: Start) -> None:
     async with start("local") as platform:
         for body, field in (
