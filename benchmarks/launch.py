@@ -93,7 +93,7 @@ def bench() -> Iterator[Bench]:
         stack.callback(kill_sandboxes, group)
         rootfs = make_rootfs(root)
         layer = mount_layer(root, rootfs, stack)
-        dev, sysfs = make_dev(root, stack), os.open("/sys", os.O_PATH | os.O_CLOEXEC)
+        dev, sysfs = make_dev(root, stack), make_sys(root, stack)
         guest = os.open(install_guest(root, binary=GUEST_PATH), os.O_PATH | os.O_CLOEXEC)
         for fd in (layer, guest, dev, sysfs):
             stack.callback(os.close, fd)
@@ -150,6 +150,17 @@ def make_dev(root: Path, stack: ExitStack) -> int:
         (target / name).chmod(0o666)
     for name in ("pts", "shm"):
         (target / name).mkdir()
+    return os.open(target, os.O_PATH | os.O_CLOEXEC)
+
+
+def make_sys(root: Path, stack: ExitStack) -> int:
+    """The host's sysfs without what is mounted in it."""
+    target = root / "sys"
+    target.mkdir()
+    tree = mount.clone("/sys")
+    mount.attach(tree, target)
+    os.close(tree)
+    stack.callback(mount.unmount, target, detach=True)
     return os.open(target, os.O_PATH | os.O_CLOEXEC)
 
 

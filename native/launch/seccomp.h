@@ -95,8 +95,12 @@ static const struct seccomp_rule seccomp_rules[] = {
     {__NR_settimeofday, EPERM},
     {__NR_clock_settime, EPERM},
     {__NR_clock_adjtime, EPERM},
+#ifdef __NR_lookup_dcookie
     {__NR_lookup_dcookie, EPERM},
+#endif
+#ifdef __NR_nfsservctl
     {__NR_nfsservctl, EPERM},
+#endif
     {__NR_mbind, EPERM},
     {__NR_set_mempolicy, EPERM},
     {__NR_migrate_pages, EPERM},

@@ -14,6 +14,7 @@ import asyncio
 import errno as errno_numbers
 import hashlib
 import os
+import signal
 import socket
 from collections import deque
 from collections.abc import Mapping
@@ -31,6 +32,7 @@ GUEST_PATH = Path(__file__).resolve().parent.parent / "_native" / "opendsec-gues
 MAX_REQUEST_BYTES = 64 * 1024
 MAX_REQUEST_FDS = 250
 _ANSWER_BYTES = 4096
+_CLOSE_TIMEOUT_S = 10.0
 
 SEND_BUFFER_BYTES = 1 << 20
 
@@ -274,8 +276,11 @@ class Launcher:
         current = self._process
         if current is not None:
             current.sock.shutdown(socket.SHUT_WR)
-            await process.wait_ended(current.pidfd, timeout_s=10)
-            self._drop_process("was closed")
+            with suppress(TimeoutError):
+                await process.wait_ended(current.pidfd, timeout_s=_CLOSE_TIMEOUT_S)
+            if self._process is current:
+                process.send_signal(current.pidfd)
+                self._drop_process("was closed")
 
     async def launch(self, plan: LaunchPlan) -> Launched:
         """Start one sandbox. Raises LaunchError (nothing is left of it) or ValueError (the plan cannot be encoded)."""
@@ -371,7 +376,13 @@ class Launcher:
     def _settle(self, answer: Mapping[str, str], fds: list[int]) -> None:
         pending = self._pending.pop(int(answer["seq"]), None)
         wanted = pending is not None and not pending.answer.done()
-        if answer["ok"] == "1":
+        if answer["ok"] == "1" and not fds:
+            # We had no descriptor left for the pidfd. The pid is good: its parent, the launcher, has just named it.
+            os.kill(int(answer["pid"]), signal.SIGKILL)
+            if wanted and pending is not None:
+                error = LaunchError("answer", errno_numbers.EMFILE, "no descriptor is left for the sandbox's pidfd")
+                pending.answer.set_exception(error)
+        elif answer["ok"] == "1":
             if wanted and pending is not None:
                 pending.answer.set_result(Launched(int(answer["pid"]), fds[0]))
                 return

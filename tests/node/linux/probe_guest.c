@@ -158,10 +158,18 @@ static int do_mkcgroup(char *name)
     return mkdirat(4, name, 0755);
 }
 
-static int do_exec(char *path)
+/* Executes a program as user 1000; what it creates shows which user it became. */
+static int do_setuid(char *path)
 {
-    char *argv[] = {path, NULL};
-    return execv(path, argv);
+    pid_t pid = fork();
+    if (pid == 0) {
+        char *argv[] = {path, "--mark", NULL};
+        if (setresgid(1000, 1000, 1000) == 0 && setresuid(1000, 1000, 1000) == 0)
+            execv(path, argv);
+        _exit(1);
+    }
+    waitpid(pid, NULL, 0);
+    return do_stat("/tmp/mark");
 }
 
 static int do_eat(char *mib)
@@ -178,7 +186,7 @@ static const struct verb {
     {"read", do_read},       {"write", do_write},     {"stat", do_stat},     {"list", do_list},         {"bind", do_bind},     {"link", do_link},
     {"hostname", do_hostname}, {"mount", do_mount},   {"umount", do_umount}, {"unshare", do_unshare},   {"clone3", do_clone3}, {"kill", do_kill},
     {"ptrace", do_ptrace},   {"mknod", do_mknod},     {"syscall", do_syscall}, {"socket", do_socket},   {"nofile", do_nofile}, {"cgroup", do_cgroup},
-    {"mkcgroup", do_mkcgroup}, {"exec", do_exec},     {"eat", do_eat},
+    {"mkcgroup", do_mkcgroup}, {"setuid", do_setuid},     {"eat", do_eat},
 };
 
 static void run(int connection, char *line)
@@ -203,6 +211,8 @@ int main(int argc, char **argv)
     char line[4096];
     if (argc > 3 && strcmp(argv[3], "--exit") == 0)
         return 7;
+    if (argc == 2 && strcmp(argv[1], "--mark") == 0)
+        return open("/tmp/mark", O_CREAT | O_WRONLY, 0600) < 0;
     signal(SIGCHLD, SIG_IGN);
     for (;;) {
         int connection = accept4(3, NULL, NULL, SOCK_CLOEXEC);

@@ -68,7 +68,15 @@ async def test_identity_inside_and_outside(site: Site, launcher: Launcher) -> No
     os.close(launched.pidfd)
 
 
-async def test_files_are_zero_based_on_disk_and_setuid_works(site: Site, launcher: Launcher) -> None:
+async def test_setuid_programs_work_and_gain_only_inner_root(site: Site, launcher: Launcher) -> None:
+    place = site.place()
+    os.close((await launcher.launch(place.plan)).pidfd)
+    assert (await place.said("setuid /probe")).startswith("0 1000 100600")
+    found = (place.upper / "tmp" / "mark").stat()
+    assert (found.st_uid, found.st_gid) == (0, 1000)
+
+
+async def test_files_are_zero_based_on_disk(site: Site, launcher: Launcher) -> None:
     place = site.place()
     os.close((await launcher.launch(place.plan)).pidfd)
     assert await place.said("write /made") == ""

@@ -7,6 +7,7 @@ import asyncio
 import errno
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -344,3 +345,18 @@ async def test_200_at_once(site: Site, launcher: Launcher) -> None:
     assert launcher.pid is not None
     wait_until(lambda: not list(process.children(launcher.pid or 0)), "the launcher has no children")
     assert len(list(Path(f"/proc/{launcher.pid}/fd").iterdir())) < 20
+
+
+async def test_without_a_descriptor_for_the_pidfd_the_sandbox_is_ended(site: Site, launcher: Launcher) -> None:
+    place = site.place()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    lowest_free = os.dup(0)
+    os.close(lowest_free)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest_free, limits[1]))
+    try:
+        with pytest.raises(LaunchError, match="no descriptor is left") as caught:
+            await launcher.launch(place.plan)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert caught.value.errno == errno.EMFILE
+    wait_until(lambda: not place.pids(), "the sandbox was ended")
