@@ -102,7 +102,7 @@ class Channel(FileCalls, Guest):
     def _on_frame(self, frame_type: int, frame_id: int, flags: int, payload: memoryview) -> None:
         if frame_type == protocol.OUT:
             self._command(frame_id).on_output(flags, payload)
-        elif frame_id >= protocol.FIRST_CALL_ID:
+        elif frame_id >= protocol.FIRST_CALL_ID and frame_type != protocol.COMMAND:
             call = self._calls.get(frame_id)
             if call is not None:
                 call.on_frame(frame_type, payload)

@@ -7,6 +7,7 @@ import os
 import pty
 import random
 import socket
+import termios
 import time
 from collections.abc import Callable
 
@@ -14,7 +15,6 @@ import pytest
 
 from opendsec.guest import protocol
 from opendsec.guest.base import Exit, GuestError, GuestLostError, Output, StartCommand
-from opendsec.guest.channel import connect as connect_to
 from opendsec.guest.channel import greet
 from opendsec.wire.frames import FrameParser, pack_frame
 from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
@@ -160,7 +160,9 @@ async def test_a_connection_without_hello_disturbs_nobody(shell: Shell, agent: A
     assert (await shell.run("echo fine")).stdout == b"fine\n"
     for sock in idle:
         sock.close()
-    assert (await connect_to(agent.socket_path)).agent
+    again = await agent.channel()
+    assert again.agent
+    await again.aclose()
 
 
 async def test_frames_of_unknown_types_are_refused_by_name(agent: Agent) -> None:
@@ -237,8 +239,7 @@ async def test_a_serial_port_with_rubbish_before_hello_and_a_second_host(make_ag
         os.write(master, data)
 
     os.set_blocking(master, True)
-    await asyncio.to_thread(until, lambda: agent.process.poll() is None and "--serial" in open(f"/proc/{agent.process.pid}/cmdline").read(), "the agent")
-    await asyncio.sleep(0.3)  # the port becomes raw; before that it would echo
+    await asyncio.to_thread(until, lambda: not termios.tcgetattr(master)[3] & termios.ECHO, "a raw port")
     os.write(master, b"rubbish \x01\x00\x00 of an older host")
     loop.add_reader(master, from_port)
     loop.add_reader(near.fileno(), to_port)
