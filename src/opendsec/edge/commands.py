@@ -206,14 +206,12 @@ class CommandBook:
     # A command's life
 
     def _add(self, number: int, request: ExecRequest, digest: str, started_at: float) -> Command:
-        out = self._journal.directory / "out"
-        streams = tuple(
-            OutputStream(
-                out / f"{number}.{index}", limit=request.max_output_bytes, budget=self._budget, writer=self._writer
-            )
-            for index in (1, 2)
+        out, limit = f"{self._journal.directory}/out/{number}", request.max_output_bytes
+        streams = (
+            OutputStream(f"{out}.1", limit=limit, budget=self._budget, writer=self._writer),
+            OutputStream(f"{out}.2", limit=limit, budget=self._budget, writer=self._writer),
         )
-        command = Command(number, request, digest, started_at, (streams[0], streams[1]))
+        command = Command(number, request, digest, started_at, streams)
         self._commands[number] = command
         self._next = max(self._next, number + 1)
         if request.operation_id is not None:

@@ -163,12 +163,17 @@ def _parse(path: Path, content: bytes) -> Iterator[tuple[int, Record]]:
 
 
 class Journal:
-    """The file of one sandbox, written by the node's writer thread."""
+    """The file of one sandbox, written by the node's writer thread and held open while the sandbox lives: a line costs
+    one system call.
+    """
 
     def __init__(self, directory: Path, writer: WriterThread) -> None:
         self.directory = directory
-        self._path = str(directory / JOURNAL)
+        self._path = f"{directory}/{JOURNAL}"
         self._writer = writer
+        # Both belong to the writer thread.
+        self._fd = -1
+        self._size = 0
 
     async def create(self, record: Created, *, directories: tuple[Path, ...]) -> None:
         """Make the directories (in this order; the first is the sandbox's own) and write the first line, or leave
@@ -176,7 +181,7 @@ class Journal:
         """
         line = encode(record)
         try:
-            await self._writer.run(lambda: _create(directories, self._path, line))
+            await self._writer.run(lambda: self._create(directories, line))
         except OSError as exc:
             raise _node_error(exc, self._path) from exc
 
@@ -186,14 +191,49 @@ class Journal:
         """
         line = encode(record)
         try:
-            return await self._writer.run(lambda: append_line(self._path, line))
+            return await self._writer.run(lambda: self._append(line))
         except OSError as exc:
             raise _node_error(exc, self._path) from exc
 
     def append_soon(self, record: Record) -> None:
         """Queue a line nobody waits for; a failure is logged. Lines keep the order in which they were queued."""
         line = encode(record)
-        self._writer.run(lambda: append_line(self._path, line)).add_done_callback(self._log_failure)
+        self._writer.run(lambda: self._append(line)).add_done_callback(self._log_failure)
+
+    def close_soon(self) -> None:
+        """Give the descriptor back after the lines queued so far; a later line opens the file again."""
+        self._writer.run(self.close)
+
+    def close(self) -> None:
+        """At once; for the writer thread, or when there is none any more."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def _create(self, directories: tuple[Path, ...], line: bytes) -> None:
+        made: list[Path] = []
+        try:
+            for directory in directories:
+                directory.mkdir(0o700)
+                made.append(directory)
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            self._append(line)
+        except OSError:
+            self.close()
+            if made:
+                Path(self._path).unlink(missing_ok=True)
+            for directory in reversed(made):
+                directory.rmdir()
+            raise
+
+    def _append(self, line: bytes) -> int:
+        if self._fd < 0:
+            self._fd = os.open(self._path, os.O_WRONLY | os.O_CLOEXEC)
+            self._size = os.lseek(self._fd, 0, os.SEEK_END)
+        begin = self._size
+        write_line(self._fd, begin, line)
+        self._size += len(line)
+        return begin
 
     def _log_failure(self, done: asyncio.Future[int]) -> None:
         error = done.exception()
@@ -215,41 +255,13 @@ def _node_error(exc: OSError, path: str) -> NodeError:
     return NodeError(f"{path}: {exc.strerror}", detail={"path": path, "errno": errno.errorcode.get(exc.errno or 0, "")})
 
 
-def append_line(path: str, line: bytes) -> int:
-    """Append to an existing file, all or nothing. Blocking. Raises OSError."""
-    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+def write_line(fd: int, begin: int, line: bytes) -> None:
+    """Write a line at the end of a file of that size, all or nothing. Blocking. Raises OSError."""
+    view = memoryview(line)
     try:
-        before = os.lseek(fd, 0, os.SEEK_END)
-        try:
-            _write_all(fd, line)
-        except OSError:
-            os.ftruncate(fd, before)
-            raise
-        return before
-    finally:
-        os.close(fd)
-
-
-def _write_all(fd: int, data: bytes) -> None:
-    view = memoryview(data)
-    while view:
-        view = view[os.write(fd, view) :]
-
-
-def _create(directories: tuple[Path, ...], path: str, line: bytes) -> None:
-    made: list[Path] = []
-    try:
-        for directory in directories:
-            directory.mkdir(0o700)
-            made.append(directory)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _write_all(fd, line)
-        finally:
-            os.close(fd)
+        while view:
+            view = view[os.write(fd, view) :]
     except OSError:
-        if made:
-            Path(path).unlink(missing_ok=True)
-        for directory in reversed(made):
-            directory.rmdir()
+        os.ftruncate(fd, begin)
+        os.lseek(fd, begin, os.SEEK_SET)
         raise

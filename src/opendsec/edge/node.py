@@ -123,6 +123,7 @@ class Node:
             for directory in (self._sandbox_root, self._trash, self._run_root):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
+            stack.callback(self._close_journals)
             journal_writer = await stack.enter_async_context(WriterThread("journal"))
             output_writer = await stack.enter_async_context(WriterThread("output"))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
@@ -342,8 +343,13 @@ class Node:
         self._ended.pop(sandbox.sandbox_id, None)
         self._sandboxes.pop(sandbox.sandbox_id, None)
         sandbox.commands.forget_all()
+        sandbox.journal.close_soon()
         own, trash = sandbox.places.own, self._trash / sandbox.sandbox_id
         self._removals.run(lambda: _remove_tree(own, trash)).add_done_callback(_log_failed_removal)
+
+    def _close_journals(self) -> None:
+        for sandbox in self._sandboxes.values():
+            sandbox.journal.close()
 
     # Recovery
 

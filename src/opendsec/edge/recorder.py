@@ -62,7 +62,7 @@ class Budget:
 class OutputStream:
     """One stream of one command."""
 
-    def __init__(self, path: Path, *, limit: int, budget: Budget, writer: WriterThread) -> None:
+    def __init__(self, path: str, *, limit: int, budget: Budget, writer: WriterThread) -> None:
         self.total = 0
         """Bytes seen so far, which is also the offset expected next."""
         self.kept = 0
@@ -84,7 +84,7 @@ class OutputStream:
     def resume_from_file(self) -> None:
         """After a restart: what is in the file is kept, the rest comes from the guest again. Blocking (one stat)."""
         try:
-            size = self._path.stat().st_size
+            size = Path(self._path).stat().st_size
         except FileNotFoundError:
             return
         self.in_file, self._memory = True, None
@@ -158,7 +158,7 @@ class OutputStream:
             self._durable = max(self._durable, position + length) if self._durable == position else self._durable
         elif self.kept > self._durable:
             # The node's disk takes no more: what did not arrive is dropped, and `kept` says so.
-            log.warning("output_not_kept", extra={"fields": {"path": str(self._path), "reason": str(error)}})
+            log.warning("output_not_kept", extra={"fields": {"path": self._path, "reason": str(error)}})
             self._dropping, self.kept = True, self._durable
             end = self._durable
             self._last_write = self._writer.run(lambda: cut_at(self._path, end))
@@ -197,7 +197,7 @@ class OutputStream:
         """An ended stream as the journal has it; inline bytes stay there until somebody asks."""
         self.total, self.kept, self._durable, self.in_file = total, kept, kept, in_file
         self._memory = None if in_file or kept else b""
-        if in_file and self._path.exists():
+        if in_file and Path(self._path).exists():
             self._budget.grant(kept)
         elif in_file:
             self.removed, self.kept = True, 0
@@ -208,7 +208,7 @@ class OutputStream:
             return
         self._budget.give_back(self.kept)
         self.removed, self.kept = True, 0
-        self._writer.run(lambda: self._path.unlink(missing_ok=True))
+        self._writer.run(lambda: Path(self._path).unlink(missing_ok=True))
 
     @property
     def forgotten(self) -> bool:
@@ -226,13 +226,13 @@ class OutputStream:
         self._memory = content
 
 
-def write_at(path: Path, position: int, data: bytes) -> int:
+def write_at(path: str, position: int, data: bytes) -> int:
     """Write all of it at this place, making file and directory when missing. Blocking. Raises OSError."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
     try:
         fd = os.open(path, flags, 0o600)
     except FileNotFoundError:
-        path.parent.mkdir(0o700)
+        Path(path).parent.mkdir(0o700)
         fd = os.open(path, flags, 0o600)
     try:
         done = 0
@@ -243,9 +243,9 @@ def write_at(path: Path, position: int, data: bytes) -> int:
         os.close(fd)
 
 
-def cut_at(path: Path, size: int) -> int:
+def cut_at(path: str, size: int) -> int:
     """Undo what later writes may have left behind a failed one. Blocking."""
-    if path.exists():
+    if Path(path).exists():
         os.truncate(path, size)
     return size
 

@@ -301,6 +301,7 @@ class Sandbox:
         elif instruction is Instruction.RECORD_ENDED:
             self.ended_at = time.time()
             self.journal.append_soon(journal.Ended(ended_at=self.ended_at))
+            self.journal.close_soon()
             self._parts.on_ended(self)
 
     async def _changed(self) -> None:

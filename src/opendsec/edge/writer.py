@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar
 
 T = TypeVar("T")
+_Job = tuple[asyncio.Future[Any], Callable[[], Any]]
 _Outcome = tuple[asyncio.Future[Any], Any, BaseException | None]
 
 
@@ -26,7 +27,8 @@ class WriterThread:
 
     def __init__(self, name: str) -> None:
         self._name = name
-        self._jobs: queue.SimpleQueue[tuple[asyncio.Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        self._batches: queue.SimpleQueue[list[_Job] | None] = queue.SimpleQueue()
+        self._gathered: list[_Job] = []
         self._thread: threading.Thread | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
 
@@ -40,30 +42,32 @@ class WriterThread:
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._thread is not None:
-            self._jobs.put(None)
+            self._hand_over()
+            self._batches.put(None)
             await asyncio.to_thread(self._thread.join)
 
     def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
         """Queue a job now; the future has what it returned or raised. The job runs even if nobody waits any more."""
         assert self._loop is not None, "the writer has not been entered"
         future: asyncio.Future[T] = self._loop.create_future()
-        self._jobs.put((future, job))
+        if not self._gathered:
+            # One wake-up of the thread for all that comes in this turn of the loop.
+            self._loop.call_soon(self._hand_over)
+        self._gathered.append((future, job))
         return future
+
+    def _hand_over(self) -> None:
+        if self._gathered:
+            self._batches.put(self._gathered)
+            self._gathered = []
 
     def _work(self) -> None:
         assert self._loop is not None
-        open_for_work = True
-        while open_for_work:
-            batch = [self._jobs.get()]
-            while not self._jobs.empty() and len(batch) < 256:
-                batch.append(self._jobs.get())
-            open_for_work = None not in batch
-            outcomes = [_attempt(entry) for entry in batch if entry is not None]
-            if outcomes:
-                self._loop.call_soon_threadsafe(_deliver, outcomes)
+        while (batch := self._batches.get()) is not None:
+            self._loop.call_soon_threadsafe(_deliver, [_attempt(job) for job in batch])
 
 
-def _attempt(entry: tuple[asyncio.Future[Any], Callable[[], Any]]) -> _Outcome:
+def _attempt(entry: _Job) -> _Outcome:
     future, job = entry
     try:
         return future, job(), None

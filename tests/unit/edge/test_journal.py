@@ -44,7 +44,10 @@ async def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     async with WriterThread("test") as writer:
         file = Journal(own, writer)
         await file.create(first(), directories=(own, own / "box"))
-        positions = [await file.append(intent(number)) for number in range(3)]
+        positions = [await file.append(intent(number)) for number in range(2)]
+        file.close_soon()
+        positions.append(await file.append(intent(2)))
+        file.close_soon()
     lines = journal.read(own)
     assert [record for _, record in lines] == [first(), intent(0), intent(1), intent(2)]
     assert [position for position, _ in lines][1:] == positions
@@ -68,6 +71,7 @@ async def test_output_bytes_survive_exactly(tmp_path: Path) -> None:
         file = Journal(own, writer)
         await file.create(first(), directories=(own,))
         await file.append(line)
+        file.close_soon()
     assert journal.read(own)[-1][1] == line
 
 
@@ -78,7 +82,8 @@ def test_torn_last_line_never_counted(tmp_path_factory: pytest.TempPathFactory, 
     torn = journal.encode(intent(1))[:-1][:cut]
     (own / "journal").write_bytes(whole + torn)
     assert [record for _, record in journal.read(own)] == [first()]
-    journal.append_line(str(own / "journal"), journal.encode(Ended(ended_at=5.0)))
+    with (own / "journal").open("ab") as file:
+        file.write(journal.encode(Ended(ended_at=5.0)))
     assert [record for _, record in journal.read(own)] == [first(), Ended(ended_at=5.0)]
 
 
@@ -105,6 +110,7 @@ async def test_full_disk_is_told_and_takes_the_line_back(tmp_path: Path, monkeyp
             await file.append(intent(1))
         monkeypatch.undo()
         await file.append(intent(2))
+        file.close_soon()
     assert raised.value.retryable
     assert [record for _, record in journal.read(own)] == [first(), intent(2)]
 

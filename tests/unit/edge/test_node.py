@@ -127,7 +127,7 @@ async def test_full_disk_refuses_the_create_and_leaves_nothing(node: Node, monke
     def full(*_args: object) -> None:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(journal, "_create", full)
+    monkeypatch.setattr(journal, "write_line", full)
     sandbox_id = new_sandbox_id("local")
     with pytest.raises(DiskFullError):
         await created(node, sandbox_id=sandbox_id)
@@ -144,7 +144,7 @@ async def test_full_disk_refuses_the_command_which_can_be_tried_again(
     def full(*_args: object) -> int:
         raise OSError(28, os.strerror(28))
 
-    monkeypatch.setattr(journal, "append_line", full)
+    monkeypatch.setattr(journal, "write_line", full)
     with pytest.raises(DiskFullError):
         await run(sandbox, "echo x >> /count", operation_id="one")
     monkeypatch.undo()

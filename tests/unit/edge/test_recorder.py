@@ -23,7 +23,7 @@ async def writer() -> AsyncIterator[WriterThread]:
 
 
 def stream(root: Path, writer: WriterThread, *, limit: int = 1 << 30, budget: int = 1 << 30) -> OutputStream:
-    return OutputStream(root / "out" / "1.1", limit=limit, budget=Budget(budget), writer=writer)
+    return OutputStream(str(root / "out" / "1.1"), limit=limit, budget=Budget(budget), writer=writer)
 
 
 def nothing() -> None:
@@ -96,7 +96,8 @@ async def test_a_prefix_is_kept_even_if_later_bytes_would_fit(tmp_path: Path, wr
 async def test_sandbox_budget_counts_files_not_short_answers(tmp_path: Path, writer: WriterThread) -> None:
     budget = Budget(INLINE_BYTES)
     first, second = (
-        OutputStream(tmp_path / "out" / f"{number}.1", limit=1 << 30, budget=budget, writer=writer) for number in (1, 2)
+        OutputStream(str(tmp_path / "out" / f"{number}.1"), limit=1 << 30, budget=budget, writer=writer)
+        for number in (1, 2)
     )
     first.record(0, b"x" * 3 * INLINE_BYTES, on_safe=nothing)
     second.record(0, b"short", on_safe=nothing)
@@ -112,7 +113,7 @@ async def test_full_disk_drops_the_rest_and_says_so(
     one.record(0, b"a" * 2 * INLINE_BYTES, on_safe=nothing)
     await one.settle()
 
-    def full(path: Path, position: int, data: bytes) -> int:
+    def full(path: str, position: int, data: bytes) -> int:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(recorder, "write_at", full)
