@@ -34,6 +34,7 @@ from pathlib import Path
 
 from opendsec.linux import mount, process
 from opendsec.linux.launch import GUEST_PATH, Bind, IdMap, Launched, Launcher, LaunchPlan, Tmpfs, install_guest
+from opendsec.linux.spread import spread_subdirectories
 
 OUTSIDE = 268435456
 CAPS = 0xA80425FB
@@ -97,15 +98,8 @@ def bench() -> Iterator[Bench]:
         guest = os.open(install_guest(root, binary=GUEST_PATH), os.O_PATH | os.O_CLOEXEC)
         for fd in (layer, guest, dev, sysfs):
             stack.callback(os.close, fd)
-        spread_directories(root)
+        spread_subdirectories(root)
         yield Bench(root, group, rootfs, layer, guest, dev, sysfs, v1=v1)
-
-
-def spread_directories(directory: Path) -> None:
-    """Let ext4 put each subdirectory in a block group of its own: it looks at every inode deleted there in the last
-    five seconds before it takes a new one, which after many ends costs more than the start itself.
-    """
-    subprocess.run(["chattr", "+T", directory], timeout=TIMEOUT_S, check=False, capture_output=True)
 
 
 def process_cgroup() -> Path:
