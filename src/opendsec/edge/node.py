@@ -33,6 +33,7 @@ from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.sandbox import Parts, Places, Sandbox
 from opendsec.edge.timers import Timers
 from opendsec.edge.writer import WriterThread
+from opendsec.linux.spread import spread_subdirectories
 from opendsec.model.ids import SandboxId, check_edge_name, edge_of
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport, NodeReport, SandboxState
@@ -122,6 +123,7 @@ class Node:
         async with AsyncExitStack() as stack:
             for directory in (self._sandbox_root, self._trash, self._run_root):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+            spread_subdirectories(self._sandbox_root)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             stack.callback(self._close_journals)
             journal_writer = await stack.enter_async_context(WriterThread("journal"))
