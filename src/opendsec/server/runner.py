@@ -23,8 +23,9 @@ import uvicorn
 import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from opendsec.errors import InvalidSpecError
+from opendsec.errors import InvalidSpecError, RequestError
 from opendsec.server.asgi import ASGIApp
+from opendsec.wire import codec
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -33,6 +34,8 @@ WRITE_BUFFER = 512 * 1024
 """Bytes of an answer waiting in this process above which its source is held back."""
 SEND_BUFFER = 1024 * 1024
 """Bytes of a Unix socket waiting in the kernel; used only while they wait."""
+MAX_HEAD = 64 * 1024
+"""Bytes of request line and headers; a path of 4095 bytes, percent-encoded, takes 12 KiB."""
 SO_SNDBUFFORCE = 32
 """asm-generic/socket.h"""
 BACKLOG = 4096
@@ -113,17 +116,53 @@ class _Server(uvicorn.Server):
         yield
 
 
-class _Connection(HttpToolsProtocol):
-    """uvicorn's, with room for a large chunk on its way:
+class Connection(HttpToolsProtocol):
+    """uvicorn's, with room for a large chunk on its way, a bound on request heads, and our errors for broken HTTP.
 
-    with the small defaults every chunk of a stream waits twice.
+    With the small default buffers every chunk of a stream waits twice.
     """
+
+    _in_head = True
+    _head_bytes = 0
+    _heads = 0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         widen(transport.get_extra_info("socket"))
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop."""
+        self._head_bytes += len(data)  # before parsing, which sets it back at the end of a request
+        heads = self._heads if self._in_head else -1
+        super().data_received(data)
+        if not self._in_head or self._heads != heads:
+            self._head_bytes = 0  # what came belongs to a body, at least in part
+        elif not self.transport.is_closing():
+            self._head_bytes += len(data)
+            if self._head_bytes > MAX_HEAD:
+                self.send_400_response(f"the request's headers are larger than {MAX_HEAD} bytes")
+
+    def on_headers_complete(self) -> None:
+        """Called by the parser."""
+        self._in_head = False
+        self._heads += 1
+        super().on_headers_complete()
+
+    def on_message_complete(self) -> None:
+        """Called by the parser."""
+        super().on_message_complete()
+        self._in_head = True
+
+    def send_400_response(self, msg: str) -> None:
+        """The request is no HTTP (any more): say so, unless an answer is under way, and close."""
+        cycle: Any = self.cycle  # None before the first request, whatever its annotation says
+        if cycle is None or cycle.response_complete or not cycle.response_started:
+            body = codec.encode_error(RequestError(msg.rstrip("."), remedy="send HTTP/1.1"))
+            head = "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\nconnection: close\r\n"
+            self.transport.write(f"{head}content-length: {len(body)}\r\n\r\n".encode("ascii") + body)
+        self.transport.close()
 
 
 def widen(sock: socket.socket) -> None:
@@ -145,7 +184,7 @@ async def serve(
     """
     config = uvicorn.Config(
         app,
-        http=_Connection,
+        http=Connection,
         ws="none",
         lifespan="off",
         loop="none",
