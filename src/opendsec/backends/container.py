@@ -51,6 +51,7 @@ from opendsec.store.mounts import LayerMounts
 MIB = 1024 * 1024
 HELLO_TIMEOUT_S = 30.0
 GONE_TIMEOUT_S = 10.0
+ENDING_TIMEOUT_S = 1.0
 SOCKET_NAME = "agent.sock"
 MAX_SOCKET_PATH = 107
 """unix(7)"""
@@ -198,7 +199,7 @@ class ContainerBackend(Backend):
             async with self._awake(handle):
                 guest = await connect(str(handle.data["socket"]), timeout_s=HELLO_TIMEOUT_S)
         except GuestLostError:
-            if process.has_ended(pidfd):
+            if await _ends_soon(pidfd):
                 return None
             raise
         finally:
@@ -400,6 +401,15 @@ def _disk_of(plan: StartPlan) -> Path:
 
 def _is_online(spec: SandboxSpec) -> bool:
     return spec.network_rules.get("*", False)
+
+
+async def _ends_soon(pidfd: int) -> bool:
+    """An ending process loses its sockets first, and is gone a moment later."""
+    try:
+        await process.wait_ended(pidfd, timeout_s=ENDING_TIMEOUT_S)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _limits(resources: Resources) -> CgroupLimits:
