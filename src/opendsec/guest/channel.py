@@ -35,6 +35,8 @@ from opendsec.guest.running import Running
 
 _MAX_LISTED: Final = 16384
 _MAX_PINGS: Final = 1024
+_CLOSE_S: Final = 1.0
+_SHUTDOWN_S: Final = 5.0
 _LAST_CALL_ID: Final = (1 << 32) - 1
 
 
@@ -213,12 +215,21 @@ class Channel(FileCalls, Guest):
     async def aclose(self) -> None:
         self._flush_acks()
         self.link.close()
-        await self.link.closed.wait()
+        await self._closed_within(_CLOSE_S)
 
     async def shutdown(self, grace_ms: int) -> None:
         if not self.closed:
             self.link.send(protocol.SHUTDOWN, 0, pack_fields([(protocol.T_GRACE_MS, grace_ms)]))
-        await self.link.closed.wait()
+        await self._closed_within(grace_ms / 1000 + _SHUTDOWN_S)
+
+    async def _closed_within(self, timeout_s: float) -> None:
+        """Waits for the end of the connection, and makes it one when the guest does not do its part."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self.link.closed.wait()
+        except TimeoutError:
+            self.link.fail("the guest agent does not let go")
+            await self.link.closed.wait()
 
     # Commands.
 

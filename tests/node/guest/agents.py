@@ -74,7 +74,10 @@ class Agent:
         listener.bind(self.socket_path)
         listener.listen(8)
         fds = [listener.fileno()]
-        agent = ["/agent" if self.root else str(self.binary), *(self.arguments or (f"--listen-fd={listener.fileno()}",))]
+        agent = [
+            "/agent" if self.root else str(self.binary),
+            *(self.arguments or (f"--listen-fd={listener.fileno()}",)),
+        ]
         enter = ""
         if self.cgroup:
             self.cgroup_path.mkdir()
@@ -93,7 +96,9 @@ class Agent:
             outer = ["sh", "-c", enter + inner]
         environ = {**os.environ, "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=1", "UBSAN_OPTIONS": "halt_on_error=1"}
         log = (self.folder / "agent.log").open("wb")
-        self.process = subprocess.Popen(outer, pass_fds=fds, stderr=log, stdout=log, stdin=subprocess.DEVNULL, env=environ)
+        self.process = subprocess.Popen(
+            outer, pass_fds=fds, stderr=log, stdout=log, stdin=subprocess.DEVNULL, env=environ
+        )
         log.close()
         listener.close()
         for fd in fds[1:]:

@@ -7,15 +7,17 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.node.guest.agents import PLAIN, ROOT, SANITIZED, Agent, Shell
 
 from opendsec.guest.channel import Channel
-from tests.node.guest.agents import PLAIN, ROOT, SANITIZED, Agent, Shell
 
 
 @pytest.fixture(scope="session")
 def sanitized() -> Path:
     """The sanitized build, made when it is missing or old."""
-    subprocess.run(["make", "-C", str(ROOT / "native"), "build/asan/opendsec-guest"], check=True, timeout=300, capture_output=True)
+    subprocess.run(
+        ["make", "-C", str(ROOT / "native"), "build/asan/opendsec-guest"], check=True, timeout=300, capture_output=True
+    )
     return SANITIZED
 
 

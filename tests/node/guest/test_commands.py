@@ -8,9 +8,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.node.guest.agents import ENV, PLAIN, Agent, Connect, Shell, drain, until
 
 from opendsec.guest.base import Exit, GuestError, Output, StartCommand
-from tests.node.guest.agents import ENV, PLAIN, Agent, Connect, Shell, drain, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -33,7 +33,9 @@ async def test_it_returns_when_the_foreground_ends_although_a_child_holds_the_pi
     assert len(agent.processes()) == 1  # the child lives
 
 
-async def test_a_background_writer_never_blocks_nor_gets_sigpipe(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_a_background_writer_never_blocks_nor_gets_sigpipe(
+    shell: Shell, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     marker = tmp_path_factory.mktemp("m") / "marker"
     result = await shell.run(f"(head -c 1000000 /dev/zero; echo $? > {marker}) & exit 0")
     assert result.exit.exit_code == 0
@@ -85,7 +87,7 @@ async def test_stdin_sent_twice_is_taken_once_and_a_gap_is_refused(shell: Shell)
 
 async def test_stdin_of_a_program_that_closed_it(shell: Shell) -> None:
     await shell.channel.start(1000, StartCommand(script="exec <&-; sleep 100", env=ENV, stdin=True))
-    with pytest.raises(GuestError) as caught:
+    with pytest.raises(GuestError) as caught:  # noqa: PT012
         for i in range(100):
             await shell.channel.write_stdin(1000, i * 65536, bytes(65536), eof=False)
     assert (caught.value.code, caught.value.errno) == ("file", 32)
@@ -127,7 +129,9 @@ async def test_an_argument_beyond_the_kernels_limit_says_so(shell: Shell) -> Non
         (StartCommand(env=ENV), "exec", 22),
     ],
 )
-async def test_what_cannot_be_started_is_named(shell: Shell, agent: Agent, command: StartCommand, code: str, number: int | None) -> None:
+async def test_what_cannot_be_started_is_named(
+    shell: Shell, agent: Agent, command: StartCommand, code: str, number: int | None
+) -> None:
     with pytest.raises(GuestError) as caught:
         await shell.channel.start(1, command)
     assert caught.value.code == code
@@ -147,14 +151,23 @@ async def test_path_search_takes_the_callers_path(shell: Shell, tmp_path_factory
 async def test_environment_is_what_was_sent_and_home(shell: Shell) -> None:
     env = {"A": "b c'd\"e", "PATH": "/bin:/usr/bin", "EMPTY": "", "N": "l1\nl2"}
     result = await shell.argv("env", "-0", env=env)
-    assert set(result.stdout.split(b"\0")) == {b"A=b c'd\"e", b"PATH=/bin:/usr/bin", b"EMPTY=", b"N=l1\nl2", b"HOME=/root", b""}
+    assert set(result.stdout.split(b"\0")) == {
+        b"A=b c'd\"e",
+        b"PATH=/bin:/usr/bin",
+        b"EMPTY=",
+        b"N=l1\nl2",
+        b"HOME=/root",
+        b"",
+    }
     result = await shell.argv("env", env={**env, "HOME": "/elsewhere"})
     assert b"HOME=/elsewhere\n" in result.stdout
     assert b"/root" not in result.stdout
 
 
 async def test_a_started_command_has_a_clean_process_state(shell: Shell) -> None:
-    result = await shell.run("umask; pwd; ls /proc/self/fd; cut -d' ' -f6 /proc/$$/stat; echo $$; cat /proc/self/oom_score_adj")
+    result = await shell.run(
+        "umask; pwd; ls /proc/self/fd; cut -d' ' -f6 /proc/$$/stat; echo $$; cat /proc/self/oom_score_adj"
+    )
     lines = result.stdout.decode().split()
     assert lines[:6] == ["0022", "/", "0", "1", "2", "3"]
     assert lines[6] == lines[7]  # a session of its own
@@ -204,7 +217,9 @@ async def test_a_reader_that_stalls_stalls_its_command_only(shell: Shell, agent:
     del agent
 
 
-async def test_agent_memory_stays_flat_with_yes_and_nobody_reading(make_agent: Callable[..., Agent], connect: Connect) -> None:
+async def test_agent_memory_stays_flat_with_yes_and_nobody_reading(
+    make_agent: Callable[..., Agent], connect: Connect
+) -> None:
     agent = make_agent(binary=PLAIN)
     channel = await connect(agent)
     for i in range(20):

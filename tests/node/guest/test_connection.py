@@ -12,12 +12,12 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
 
 from opendsec.guest import protocol
 from opendsec.guest.base import Exit, GuestError, GuestLostError, Output, StartCommand
 from opendsec.guest.channel import greet
 from opendsec.wire.frames import FrameParser, pack_frame
-from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -103,9 +103,7 @@ async def test_a_repeated_start_starts_nothing(shell: Shell, agent: Agent, conne
     for _ in range(3):
         channel = await connect(agent)
         await channel.start(1, command)
-        async for event in channel.events(1):
-            last = event
-        assert isinstance(last, Exit)
+        assert isinstance([event async for event in channel.events(1)][-1], Exit)
     with open(f"{tmp_path}/count") as file:
         assert file.read() == "x\n"
 
@@ -185,14 +183,22 @@ async def test_mutated_conversations_never_hurt_the_agent(agent: Agent) -> None:
     start = protocol.encode_start(StartCommand(script="echo hi; cat", env=ENV, stdin=True, timeout_ms=200))
     session = protocol.encode_start(StartCommand(script="echo hi", env=ENV, session="s"))
     listing = protocol.pack_fields([(protocol.T_OP, "list"), (protocol.T_PATH, "/etc"), (protocol.T_USER, "")])
-    writing = protocol.pack_fields([(protocol.T_OP, "write"), (protocol.T_PATH, "/tmp/opendsec-fuzz"), (protocol.T_FLAGS, 1)])
+    writing = protocol.pack_fields(
+        [(protocol.T_OP, "write"), (protocol.T_PATH, "/tmp/opendsec-fuzz"), (protocol.T_FLAGS, 1)]
+    )
+    numbers = {
+        name: protocol.pack_fields([(getattr(protocol, f"T_{name}"), 7)]) for name in ("GRACE_MS", "SIGNAL", "PORT")
+    }
+    size = protocol.pack_fields([(protocol.T_ROWS, 5), (protocol.T_COLS, 6)])
+    ended = protocol.pack_fields([(protocol.T_SESSION, "s")])
+    high, higher = 1 << 31, 3 << 30
     frames = [
-        (protocol.START, 1, start), (protocol.STDIN, 1, bytes(8) + b"text"), (protocol.ACK, 1, bytes(16)), (protocol.ATTACH, 1, bytes(16)),
-        (protocol.KILL, 1, protocol.pack_fields([(protocol.T_GRACE_MS, 1)])), (protocol.START, 2, session), (protocol.RELEASE, 1, b""),
-        (protocol.SIGNAL, 1, protocol.pack_fields([(protocol.T_SIGNAL, 10)])), (protocol.LIST, 0, b""), (protocol.FS, 1 << 31, listing),
-        (protocol.FS, 3 << 30, writing), (protocol.DATA, 3 << 30, b"some data"), (protocol.END, 3 << 30, b""), (protocol.CREDIT, 1 << 31, b"\0\0\1\0"),
-        (protocol.CANCEL, 1 << 31, b""), (protocol.RESIZE, 1, protocol.pack_fields([(protocol.T_ROWS, 5), (protocol.T_COLS, 6)])),
-        (protocol.DIAL, 5, protocol.pack_fields([(protocol.T_PORT, 9)])), (protocol.SESSION_END, 6, protocol.pack_fields([(protocol.T_SESSION, "s")])),
+        (protocol.START, 1, start), (protocol.STDIN, 1, bytes(8) + b"text"), (protocol.ACK, 1, bytes(16)),
+        (protocol.ATTACH, 1, bytes(16)), (protocol.KILL, 1, numbers["GRACE_MS"]), (protocol.START, 2, session),
+        (protocol.RELEASE, 1, b""), (protocol.SIGNAL, 1, numbers["SIGNAL"]), (protocol.LIST, 0, b""),
+        (protocol.FS, high, listing), (protocol.FS, higher, writing), (protocol.DATA, higher, b"some data"),
+        (protocol.END, higher, b""), (protocol.CREDIT, high, b"\0\0\1\0"), (protocol.CANCEL, high, b""),
+        (protocol.RESIZE, 1, size), (protocol.DIAL, 5, numbers["PORT"]), (protocol.SESSION_END, 6, ended),
     ]  # fmt: skip
     deadline = time.monotonic() + 4
     while time.monotonic() < deadline:
@@ -222,7 +228,7 @@ async def test_mutated_conversations_never_hurt_the_agent(agent: Agent) -> None:
 
 async def test_a_serial_port_with_rubbish_before_hello_and_a_second_host(make_agent: Callable[..., Agent]) -> None:
     master, slave = pty.openpty()
-    agent = make_agent(arguments=(f"--serial={os.ttyname(slave)}",), namespaces=False)
+    make_agent(arguments=(f"--serial={os.ttyname(slave)}",), namespaces=False)
     host, near = socket.socketpair()
     os.set_blocking(master, False)
     near.setblocking(False)

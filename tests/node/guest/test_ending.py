@@ -7,9 +7,9 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
 
 from opendsec.guest.base import GuestError, GuestLostError, StartCommand
-from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -63,13 +63,13 @@ async def test_kill_of_unknown_and_ended_commands_is_no_error(shell: Shell) -> N
 
 
 async def test_signals_reach_the_foreground_group(shell: Shell) -> None:
-    await shell.channel.start(1000, StartCommand(script="trap 'echo got; exit 4' USR1; echo ready; sleep 100 & wait", env=ENV))
+    await shell.channel.start(
+        1000, StartCommand(script="trap 'echo got; exit 4' USR1; echo ready; sleep 100 & wait", env=ENV)
+    )
     async for _ in shell.channel.events(1000):
         break
     await shell.channel.signal(1000, 10)
-    async for event in shell.channel.events(1000):
-        last = event
-    assert last.exit_code == 4  # type: ignore[union-attr]
+    assert (await drain(shell.channel, 1000, 6)).exit.exit_code == 4
 
 
 async def test_cgroups_go_when_background_children_do(shell: Shell, agent: Agent) -> None:
@@ -80,7 +80,9 @@ async def test_cgroups_go_when_background_children_do(shell: Shell, agent: Agent
 
 async def test_cgroups_made_inside_a_commands_own_go_too(shell: Shell, agent: Agent) -> None:
     path = agent.cgroup_path / "cmd-1"
-    result = await shell.run(f"mkdir -p {path}/a/b && echo 0 > {path}/a/b/cgroup.procs && sleep 100", timeout_ms=300, grace_ms=100)
+    result = await shell.run(
+        f"mkdir -p {path}/a/b && echo 0 > {path}/a/b/cgroup.procs && sleep 100", timeout_ms=300, grace_ms=100
+    )
     assert result.exit.reason == 1
     assert agent.processes() == []
     assert agent.command_cgroups() == []
@@ -90,7 +92,9 @@ async def test_without_cgroups_trees_end_by_what_proc_shows(make_agent: Callable
     agent = make_agent(cgroup=False, setup="umount -R /sys/fs/cgroup")
     channel = await connect(agent)
     assert "cgroup" not in channel.capabilities
-    result = await Shell(channel).run("sh -c 'trap \"\" TERM; sleep 100' & setsid sleep 100 & wait", timeout_ms=200, grace_ms=200)
+    result = await Shell(channel).run(
+        "sh -c 'trap \"\" TERM; sleep 100' & setsid sleep 100 & wait", timeout_ms=200, grace_ms=200
+    )
     assert result.exit.reason == 1
     left = await Shell(channel, 100).run("grep -l sleep /proc/[0-9]*/comm | wc -l")
     assert left.stdout == b"0\n"
@@ -130,7 +134,7 @@ async def test_nothing_inside_sees_the_agents_descriptors(make_agent: Callable[.
 async def test_out_of_descriptors_is_named_and_survived(make_agent: Callable[..., Agent], connect: Connect) -> None:
     shell = Shell(await connect(make_agent(setup="ulimit -n 64")))
     started: list[int] = []
-    with pytest.raises(GuestError) as caught:
+    with pytest.raises(GuestError) as caught:  # noqa: PT012
         for i in range(100):
             await shell.channel.start(1000 + i, StartCommand(argv=("sleep", "100"), env=ENV))
             started.append(1000 + i)

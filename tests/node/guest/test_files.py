@@ -10,10 +10,10 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from tests.node.guest.agents import Shell, until
 
 from opendsec.guest.base import GuestError
 from opendsec.guest.channel import Channel
-from tests.node.guest.agents import Shell, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -68,7 +68,14 @@ async def test_stat_is_lstat(channel: Channel, place: Path) -> None:
     os.chown(place / "file", 5, 6)
     (place / "file").chmod(0o4750)
     found = await channel.stat(f"{place}/file")
-    assert (found.kind, found.mode, found.size, found.mtime_ns, found.uid, found.gid) == ("file", 0o4750, 5, -5_000_000_001, 5, 6)
+    assert (found.kind, found.mode, found.size, found.mtime_ns, found.uid, found.gid) == (
+        "file",
+        0o4750,
+        5,
+        -5_000_000_001,
+        5,
+        6,
+    )
     (place / "link").symlink_to("/no/where")
     assert (await channel.stat(f"{place}/link")).link == "/no/where"
     os.mkfifo(place / "fifo")
@@ -313,7 +320,10 @@ async def test_trees_go_there_and_back(channel: Channel, place: Path) -> None:
     (source / "read only").chmod(0o555)
     os.utime(source / "read only", ns=(1, 1_000_000_007))
     stream = await tree(channel, source)
-    assert await channel.unpack(f"{place}/made/target", pieces(stream)) == (len(NAMES) + 2, 3_000_000 + sum(len(n.encode("utf-8", "surrogateescape")) for n in NAMES))
+    assert await channel.unpack(f"{place}/made/target", pieces(stream)) == (
+        len(NAMES) + 2,
+        3_000_000 + sum(len(n.encode("utf-8", "surrogateescape")) for n in NAMES),
+    )
     (source / "fifo").unlink()
     assert facts(place / "made/target") == facts(source)
     assert await tree(channel, place / "made/target") == await tree(channel, place / "made/target")
@@ -349,7 +359,14 @@ def entry(kind: str, name: str, content: bytes = b"", link: str = "", size: int 
     from opendsec.guest import protocol as p
 
     fields = p.pack_fields(
-        [(p.T_KIND, kind), (p.T_NAME, name), (p.T_MODE, 0o644), (p.T_MTIME_NS, 0), (p.T_SIZE, len(content) if size is None else size), (p.T_LINK, link)]
+        [
+            (p.T_KIND, kind),
+            (p.T_NAME, name),
+            (p.T_MODE, 0o644),
+            (p.T_MTIME_NS, 0),
+            (p.T_SIZE, len(content) if size is None else size),
+            (p.T_LINK, link),
+        ]
     )
     return len(fields).to_bytes(4, "little") + fields + content
 

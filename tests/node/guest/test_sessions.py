@@ -7,21 +7,24 @@ import time
 from collections.abc import Callable
 
 import pytest
+from tests.node.guest.agents import ENV, Agent, Connect, Result, Shell, drain, until
 
 from opendsec.guest.base import GuestError, StartCommand
-from tests.node.guest.agents import ENV, Agent, Connect, Result, Shell, drain, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
 SH_ONLY = """
 mount -t tmpfs none /mnt && mkdir /mnt/bin /mnt/usr /mnt/dev /mnt/proc /mnt/lib /mnt/lib64 /mnt/tmp /mnt/etc &&
-mount --bind /usr /mnt/usr && mount --rbind /dev /mnt/dev && mount -t proc proc /mnt/proc && mount --bind /usr/lib /mnt/lib &&
+mount --bind /usr /mnt/usr && mount --rbind /dev /mnt/dev && mount -t proc proc /mnt/proc &&
+mount --bind /usr/lib /mnt/lib &&
 mount --bind /usr/lib64 /mnt/lib64 && ln -s /usr/bin/dash /mnt/bin/sh
 """
 
 
 @pytest.fixture(params=["bash", "sh"])
-async def session(request: pytest.FixtureRequest, make_agent: Callable[..., Agent], connect: Connect) -> Callable[..., object]:
+async def session(
+    request: pytest.FixtureRequest, make_agent: Callable[..., Agent], connect: Connect
+) -> Callable[..., object]:
     """Runs a command line in session `s` of an agent whose image has this shell."""
     agent = make_agent() if request.param == "bash" else make_agent(setup=SH_ONLY, root="/mnt")
     shell = Shell(await connect(agent))
@@ -55,7 +58,7 @@ async def test_text_that_ends_early_ends_only_itself(session: Callable[..., obje
 async def test_bytes_and_quotes_survive(session: Callable[..., object]) -> None:
     script = "printf 'it'\\''s\\000\\r\\n\\n\"$HOME\"' ; printf %s \"$(printf 'no newline')\" >&2"
     result = await session(script)  # type: ignore[misc]
-    assert (result.stdout, result.stderr) == (b"it's\0\r\n\n\"$HOME\"", b"no newline")
+    assert (result.stdout, result.stderr) == (b'it\'s\0\r\n\n"$HOME"', b"no newline")
 
 
 async def test_heredocs_functions_and_syntax_errors(session: Callable[..., object]) -> None:
@@ -129,13 +132,15 @@ async def test_a_shell_that_does_not_come_back_goes(session: Callable[..., objec
     await session("x=lost")  # type: ignore[misc]
     result = await session("trap '' 63; while :; do :; done", timeout_ms=100, grace_ms=100)  # type: ignore[misc]
     assert (result.exit.reason, result.exit.session_gone) == (1, True)
-    after = await session("echo \"[$x]\"")  # type: ignore[misc]
+    after = await session('echo "[$x]"')  # type: ignore[misc]
     assert (after.stdout, after.exit.session_started) == (b"[]\n", True)
 
 
 async def test_commands_of_one_session_wait_for_each_other(shell: Shell) -> None:
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(shell.run(f"echo {i} start; sleep 0.05; echo {i} end", session="s")) for i in range(5)]
+        tasks = [
+            group.create_task(shell.run(f"echo {i} start; sleep 0.05; echo {i} end", session="s")) for i in range(5)
+        ]
         other = group.create_task(shell.run("echo free", session="t"))
     assert [task.result().stdout for task in tasks] == [b"%d start\n%d end\n" % (i, i) for i in range(5)]
     assert [task.result().exit.session_started for task in tasks] == [True, False, False, False, False]

@@ -6,10 +6,10 @@ import asyncio
 import os
 
 import pytest
+from tests.node.guest.agents import ENV, Agent, Shell, drain, until
 
 from opendsec.guest.base import Exit, GuestError, Output, StartCommand
 from opendsec.guest.channel import Channel
-from tests.node.guest.agents import ENV, Agent, Shell, drain, until
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -29,21 +29,20 @@ async def read_until(channel: Channel, command_id: int, text: bytes) -> bytes:
 
 async def test_a_terminal_is_a_real_one(shell: Shell) -> None:
     channel = shell.channel
-    script = "trap 'echo INT' INT; trap 'stty size' WINCH; tty; stty size; echo err >&2; read line; echo \"got $line\"; exit 4"
+    script = "trap 'stty size' WINCH; tty; stty size; echo err >&2; read line; echo \"got $line\"; exit 4"
     await channel.start(1000, StartCommand(script=script, env=ENV, pty=(24, 80), user="65534:65534"))
     assert b"/dev/pts/" in await read_until(channel, 1000, b"24 80\r\nerr\r\n")
     await channel.resize(1000, 30, 100)
     await channel.write_stdin(1000, 0, b"hello\r", eof=False)
     assert b"hello\r\n" in await read_until(channel, 1000, b"got hello\r\n")
-    async for event in channel.events(1000):
-        last = event
-    assert isinstance(last, Exit)
-    assert last.exit_code == 4
+    assert (await drain_any(channel, 1000)).exit_code == 4
 
 
 async def test_control_characters_and_signals_reach_the_foreground(shell: Shell) -> None:
     channel = shell.channel
-    await channel.start(1000, StartCommand(script="trap '' INT; echo ready; sh -c 'trap \"echo hit; exit 3\" INT; sleep 100 & wait'; echo $?", env=ENV, pty=(24, 80)))
+    inner = "sh -c 'trap \"echo hit; exit 3\" INT; sleep 100 & wait'"
+    script = f"trap '' INT; echo ready; {inner}; echo $?"
+    await channel.start(1000, StartCommand(script=script, env=ENV, pty=(24, 80)))
     await read_until(channel, 1000, b"ready\r\n")
     await channel.signal(1000, 28)
     await channel.write_stdin(1000, 0, b"\x03", eof=False)
@@ -78,6 +77,7 @@ async def test_a_large_output_through_a_terminal(shell: Shell) -> None:
 @pytest.fixture
 async def port() -> object:
     """A server of ours; the agents of these tests share our network."""
+
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         data = await reader.read()
         writer.write(b"%d:" % len(data) + data[::-1])

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from tests.node.guest.agents import Agent, Connect, Shell
 
 from opendsec.guest.base import GuestError
-from tests.node.guest.agents import Agent, Connect, Shell
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -53,7 +53,9 @@ async def test_every_form_of_user(users: Shell, user: str, expected: str) -> Non
     assert result.stdout.decode().strip() == expected, result.stderr
 
 
-@pytest.mark.parametrize("user", ["nobody", "app:none-such", "short", "4294967295", "99999999999", "-1", "x" * 1000, "app:"])
+@pytest.mark.parametrize(
+    "user", ["nobody", "app:none-such", "short", "4294967295", "99999999999", "-1", "x" * 1000, "app:"]
+)
 async def test_users_that_are_not_there(users: Shell, user: str) -> None:
     with pytest.raises(GuestError) as caught:
         await users.run("true", user=user)
@@ -65,7 +67,9 @@ async def test_other_users_have_no_capabilities(users: Shell) -> None:
     assert result.stdout.split()[1::2] == [b"0" * 16] * 4
 
 
-async def test_hostile_user_databases_do_not_stall(make_agent: Callable[..., Agent], connect: Connect, tmp_path: Path) -> None:
+async def test_hostile_user_databases_do_not_stall(
+    make_agent: Callable[..., Agent], connect: Connect, tmp_path: Path
+) -> None:
     setup = f"mkfifo {tmp_path}/fifo && mount --bind {tmp_path}/fifo /etc/passwd && mount --bind /dev/zero /etc/group"
     shell = Shell(await connect(make_agent(setup=setup)))
     result = await shell.argv("/bin/grep", "Uid", "/proc/self/status", user="12:34")
@@ -77,7 +81,8 @@ async def test_hostile_user_databases_do_not_stall(make_agent: Callable[..., Age
 
 async def test_an_image_without_any_shell_says_so(make_agent: Callable[..., Agent], connect: Connect) -> None:
     setup = (
-        "mount -t tmpfs none /mnt && mkdir /mnt/dev /mnt/proc /mnt/usr /mnt/lib /mnt/lib64 && mount --rbind /dev /mnt/dev && "
+        "mount -t tmpfs none /mnt && mkdir /mnt/dev /mnt/proc /mnt/usr /mnt/lib /mnt/lib64 && "
+        "mount --rbind /dev /mnt/dev && "
         "mount --bind /usr /mnt/usr && mount --bind /usr/lib /mnt/lib && mount --bind /usr/lib64 /mnt/lib64"
     )
     shell = Shell(await connect(make_agent(setup=setup, root="/mnt")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 
 import pytest
 
@@ -15,7 +16,9 @@ from opendsec.wire.frames import FrameParser, pack_frame
 
 pytestmark = pytest.mark.anyio
 
-HELLO = pack_frame(p.HELLO, 0, p.pack_fields([(p.T_VERSION, 1), (p.T_AGENT, "lying"), (p.T_BOOT_ID, bytes(16)), (p.T_CAPS, "files")]))
+HELLO = pack_frame(
+    p.HELLO, 0, p.pack_fields([(p.T_VERSION, 1), (p.T_AGENT, "lying"), (p.T_BOOT_ID, bytes(16)), (p.T_CAPS, "files")])
+)
 
 
 class Liar:
@@ -59,7 +62,9 @@ def started(command_id: int, flags: int = 0) -> bytes:
 
 
 def exited(command_id: int, stdout: int = 0, code: int = 0) -> bytes:
-    return pack_frame(p.EXIT, command_id, p.pack_fields([(p.T_EXIT_CODE, code), (p.T_STDOUT_TOTAL, stdout), (p.T_STDERR_TOTAL, 0)]))
+    return pack_frame(
+        p.EXIT, command_id, p.pack_fields([(p.T_EXIT_CODE, code), (p.T_STDOUT_TOTAL, stdout), (p.T_STDERR_TOTAL, 0)])
+    )
 
 
 COMMAND = StartCommand(script="x")
@@ -106,7 +111,12 @@ async def test_a_lie_ends_the_connection_for_everyone_who_waits(pair: tuple[Chan
         await start
         waiting: list[asyncio.Task[object]] = [
             group.create_task(_error(call))
-            for call in (channel.ping, lambda: channel.stat("/x"), lambda: channel.dial(5), lambda: channel.start(9, COMMAND))
+            for call in (
+                channel.ping,
+                lambda: channel.stat("/x"),
+                lambda: channel.dial(5),
+                lambda: channel.start(9, COMMAND),
+            )
         ]
         await liar.receive(p.DIAL)
         await liar.send(*lies)
@@ -126,7 +136,7 @@ async def test_a_lie_ends_the_connection_for_everyone_who_waits(pair: tuple[Chan
 async def _error(call: Callable[[], Awaitable[object]]) -> object:
     try:
         return await asyncio.wait_for(call(), 5)
-    except GuestLostError as error:
+    except (GuestError, GuestLostError) as error:
         return error
 
 
@@ -139,7 +149,8 @@ async def test_many_tiny_events_take_little_memory(pair: tuple[Channel, Liar]) -
         assert await start == 5
     for i in range(0, 20_000, 100):
         frames = [
-            out(1, j, b"x") + out(1, j, b"e", stream=2) + pack_frame(p.STDIN_ACK, 1, j.to_bytes(8, "little")) for j in range(i, i + 100)
+            out(1, j, b"x") + out(1, j, b"e", stream=2) + pack_frame(p.STDIN_ACK, 1, j.to_bytes(8, "little"))
+            for j in range(i, i + 100)
         ]
         await liar.send(*frames)
     await liar.send(out(1, 20_000, b"end"))
@@ -175,10 +186,11 @@ async def test_events_that_arrived_before_the_end_are_delivered(pair: tuple[Chan
 async def test_data_beyond_its_credit_ends_the_connection(pair: tuple[Channel, Liar]) -> None:
     channel, liar = pair
     async with asyncio.TaskGroup() as group:
-        listing = group.create_task(_error(lambda: channel.list_dir("/")))
-        call_id, _ = await liar.receive(p.FS)
+        listing = group.create_task(_error(lambda: channel.dial(5)))
+        call_id, _ = await liar.receive(p.DIAL)
         await liar.send(pack_frame(p.DATA, call_id, bytes(200_000)), pack_frame(p.DATA, call_id, bytes(62_145)))
-        assert isinstance(await listing, (GuestLostError, GuestError))
+        await listing
+    assert channel.closed
 
 
 async def test_an_upload_waits_for_credit_and_a_refusal_ends_it(pair: tuple[Channel, Liar]) -> None:
@@ -192,13 +204,14 @@ async def test_an_upload_waits_for_credit_and_a_refusal_ends_it(pair: tuple[Chan
             yield bytes(65536)
 
     async with asyncio.TaskGroup() as group:
-        writing = group.create_task(channel.write_file("/x", chunks()))
+        writing = group.create_task(_error(lambda: channel.write_file("/x", chunks())))
         call_id, _ = await liar.receive(p.FS)
         await asyncio.sleep(0.05)
         assert sent == 5 * 65536
-        await liar.send(pack_frame(p.ERROR, call_id, p.pack_fields([(p.T_CODE, "file"), (p.T_ERRNO, 28), (p.T_MESSAGE, "full")])))
-        with pytest.raises(GuestError, match="full"):
-            await writing
+        await liar.send(
+            pack_frame(p.ERROR, call_id, p.pack_fields([(p.T_CODE, "file"), (p.T_ERRNO, 28), (p.T_MESSAGE, "full")]))
+        )
+        assert str(await writing) == "full"
 
 
 async def test_cancelling_a_call_tells_the_agent_and_ignores_what_comes_late(pair: tuple[Channel, Liar]) -> None:
@@ -220,12 +233,16 @@ async def test_a_guest_that_never_reads_loses_the_connection(pair: tuple[Channel
     channel, _ = pair
     big = StartCommand(script="x" * 3_000_000)
     async with asyncio.TaskGroup() as group:
-        starts = [group.create_task(_error(lambda i=i: channel.start(i, big))) for i in range(1, 20)]
+        starts = [group.create_task(_error(partial(channel.start, i, big))) for i in range(1, 20)]
     assert all(isinstance(start.result(), GuestLostError) for start in starts)
 
 
 async def test_a_guest_that_does_not_answer_hello() -> None:
-    for answer in (b"", b"SSH-2.0-rubbish\r\n", pack_frame(p.HELLO, 0, p.pack_fields([(p.T_VERSION, 2), (p.T_AGENT, "x")]))):
+    for answer in (
+        b"",
+        b"SSH-2.0-rubbish\r\n",
+        pack_frame(p.HELLO, 0, p.pack_fields([(p.T_VERSION, 2), (p.T_AGENT, "x")])),
+    ):
         ours, theirs = socket.socketpair()
         ours.setblocking(False)
         theirs.sendall(answer)

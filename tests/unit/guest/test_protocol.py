@@ -23,7 +23,12 @@ def test_any_name_survives(name: str) -> None:
 
 @given(st.binary(max_size=300))
 def test_random_bytes_are_refused_or_fields(data: bytes) -> None:
-    for decode in (protocol.decode_exit, protocol.decode_stat, protocol.decode_error, lambda d: protocol.decode_command(1, d)):
+    for decode in (
+        protocol.decode_exit,
+        protocol.decode_stat,
+        protocol.decode_error,
+        lambda d: protocol.decode_command(1, d),
+    ):
         try:
             decode(data)
         except protocol.FieldError:
@@ -67,7 +72,15 @@ def test_integers_beyond_64_bits_are_refused() -> None:
 
 def test_start_says_everything() -> None:
     command = StartCommand(
-        argv=("a", "b c"), env={"X": "1=2"}, cwd="/w", user="u", stdin=True, pty=(3, 4), timeout_ms=5, grace_ms=6, session="s"
+        argv=("a", "b c"),
+        env={"X": "1=2"},
+        cwd="/w",
+        user="u",
+        stdin=True,
+        pty=(3, 4),
+        timeout_ms=5,
+        grace_ms=6,
+        session="s",
     )
     fields = list(protocol.iter_fields(protocol.encode_start(command)))
     assert [data for tag, data in fields if tag == protocol.T_ARGV] == [b"a", b"b c"]
