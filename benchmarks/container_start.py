@@ -135,23 +135,22 @@ async def round_trip(bench: Bench) -> float:
 
 
 async def measure(bench: Bench, groups: list[Path], args: argparse.Namespace) -> dict[str, object]:
-    plans, _, _ = await bench.start_many(32, 4)  # warm
-    await bench.end_many(plans, 4)
     result: dict[str, object] = {}
-    begin_cpu, begin = cpu_ms(groups), time.perf_counter()
-    plans, took, _ = await bench.start_many(args.count, args.parallel)
-    wall, used = time.perf_counter() - begin, cpu_ms(groups) - begin_cpu
-    result["start"] = {
-        "cpu_ms_each": round(used / args.count, 2),
-        "per_second": round(args.count / wall),
-        **percentiles(took),
-    }
-    begin_cpu, begin = cpu_ms(groups), time.perf_counter()
-    await bench.end_many(plans, args.parallel)
-    result["destroy"] = {
-        "cpu_ms_each": round((cpu_ms(groups) - begin_cpu) / args.count, 2),
-        "per_second": round(args.count / (time.perf_counter() - begin)),
-    }
+    for label in ("slots_used_first", "slots_used_again"):
+        begin_cpu, begin = cpu_ms(groups), time.perf_counter()
+        plans, took, _ = await bench.start_many(args.count, args.parallel)
+        started = {
+            "cpu_ms_each": round((cpu_ms(groups) - begin_cpu) / args.count, 2),
+            "per_second": round(args.count / (time.perf_counter() - begin)),
+            **percentiles(took),
+        }
+        begin_cpu, begin = cpu_ms(groups), time.perf_counter()
+        await bench.end_many(plans, args.parallel)
+        destroyed = {
+            "cpu_ms_each": round((cpu_ms(groups) - begin_cpu) / args.count, 2),
+            "per_second": round(args.count / (time.perf_counter() - begin)),
+        }
+        result[label] = {"start": started, "destroy": destroyed}
     serial: list[float] = []
     begin_cpu = cpu_ms(groups)
     for slot in range(50):
