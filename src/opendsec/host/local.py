@@ -10,7 +10,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
@@ -137,22 +136,39 @@ def lock(local: Local) -> Iterator[None]:
 
     Raises RunningAlreadyError, or HostCapabilityError without the right to.
     """
+    descriptor = _lock_file(local)
     try:
-        local.run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-        descriptor = os.open(local.run_dir / "up.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except PermissionError as exc:
-        raise errors.HostCapabilityError(
-            f"cannot write to {local.run_dir}",
-            detail={"probe": "root"},
-            remedy="run it as root, or set OPENDSEC_RUN_DIR and OPENDSEC_STATE_DIR to directories of yours",
-        ) from exc
-    try:
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as exc:
-            if exc.errno != errno.EWOULDBLOCK:
-                raise
-            raise RunningAlreadyError(f"OpenDSec is running already on {local.run_dir}") from exc
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock_file(local: Local) -> int:
+    path = local.run_dir / "up.lock"
+    while True:
+        try:
+            local.run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except FileNotFoundError:
+            continue  # the directory was removed in between, by a `down` that just ended
+        except PermissionError as exc:
+            raise errors.HostCapabilityError(
+                f"cannot write to {local.run_dir}",
+                detail={"probe": "root"},
+                remedy="run it as root, or set OPENDSEC_RUN_DIR and OPENDSEC_STATE_DIR to directories of yours",
+            ) from exc
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as exc:
+            os.close(descriptor)
+            raise RunningAlreadyError(f"OpenDSec is running already on {local.run_dir}") from exc
+        if _is_at(descriptor, path):
+            return descriptor
+        os.close(descriptor)  # whoever held it has removed it: this is nobody's lock any more
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False

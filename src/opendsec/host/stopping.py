@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -17,6 +18,7 @@ from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.host import processes
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
+from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
 from opendsec.store.images import ImageStore
@@ -60,6 +62,10 @@ async def stop_platform(
         return Stopped(sandboxes=stopping.ended, processes=ended, failed=tuple(stopping.failed))
     ended += await processes.end(local, EDGE)
     layers = await asyncio.to_thread(_unmount_layers, local)
+    _remove_groups(environment.get("OPENDSEC_EDGE_CGROUP") or "opendsec")
+    edge_files = local.run_dir / "edge" / local.edge
+    if edge_files.is_dir():
+        await asyncio.to_thread(shutil.rmtree, edge_files)
     clear_run_files(local)
     return Stopped(sandboxes=stopping.ended, processes=ended, layers=layers)
 
@@ -133,14 +139,23 @@ def _unmount_layers(local: Local) -> int:
     return count
 
 
+def _remove_groups(root: str) -> None:
+    """The empty control groups above all sandboxes. Those that hold something are another edge's and stay."""
+    with contextlib.suppress(OSError):
+        choose_driver(find_mounts(), root=root).remove_root()
+
+
 def clear_run_files(local: Local) -> None:
-    """Remove what a start made in the run directory, and the directory itself when nothing else is in it."""
-    ours = [local.local_json, local.edge_socket, local.run_dir / "up.json"]
+    """Remove what a start made in the run directory, and the directory itself when nothing else is in it.
+
+    The lock must be held.
+    """
+    ours = [local.local_json, local.edge_socket, local.run_dir / "up.json", local.run_dir / "up.lock"]
     ours += [local.pid_file(name) for name in (SUPERVISOR, APISERVER, EDGE)]
     if local.address.path is not None:
         ours.append(local.address.path)
     for path in ours:
         path.unlink(missing_ok=True)
-    for folder in (local.run_dir / "sbx", local.run_dir):
+    for folder in (local.run_dir / "sbx", local.run_dir / "edge", local.run_dir):
         with contextlib.suppress(OSError):
-            folder.rmdir()  # not empty: somebody else's, or the lock of this very command
+            folder.rmdir()  # not empty: somebody else's things are in it

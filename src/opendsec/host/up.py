@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -139,7 +139,7 @@ def _start_detached(local: Local) -> Mapping[str, Any]:
     if "error" in message:
         error = codec.error_from_fields(message["error"])
         if not isinstance(error, RunningAlreadyError):
-            _stderr.print(_log_tail(local.log_file, begun), markup=False)
+            _stderr.print(_log_tail(local.log_file, begun), markup=False, soft_wrap=True)
         raise error
     report: Mapping[str, Any] = message["ready"]
     return report
@@ -171,12 +171,7 @@ def _log_tail(path: Path, begun: int) -> str:
 async def _take_over_and_stop(local: Local, *, show: bool) -> Stopped:
     await processes.let_go(local, SUPERVISOR)
     with lock(local), _progress(show) as on_progress:
-        stopped = await stop_platform(local, os.environ, on_progress=on_progress)
-        if not stopped.failed:
-            (local.run_dir / "up.lock").unlink(missing_ok=True)
-            with suppress(OSError):
-                local.run_dir.rmdir()  # not empty: other things than ours are in it
-    return stopped
+        return await stop_platform(local, os.environ, on_progress=on_progress)
 
 
 async def _ask_edge(local: Local) -> tuple[NodeReport | None, str]:
@@ -229,7 +224,7 @@ def _print_stopped(stopped: Stopped) -> None:
     nothing = not (stopped.sandboxes or stopped.processes or stopped.layers or stopped.failed)
     print("OpenDSec was not running; nothing to stop." if nothing else f"Stopped {', '.join(words)}.")
     for reason in stopped.failed:
-        _stderr.print(f"not stopped: {reason}", markup=False)
+        _stderr.print(f"not stopped: {reason}", markup=False, soft_wrap=True)
 
 
 def _counted(count: int, word: str, plural: str) -> str:
