@@ -273,9 +273,14 @@ static void conn_accept(struct source *source, uint32_t events) {
     int fd = accept4(source->fd, (struct sockaddr *)&peer, &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
     if (fd < 0) return;
     int waiting = 0;
-    for (struct conn *conn = conns; conn; conn = conn->next) waiting += !conn->greeted;
-    bool welcome = waiting < MAX_WAITING && (!listening_on_vsock || serial_is_host(&peer));
-    if (!welcome || !conn_open(fd, false)) close(fd);
+    struct conn *oldest = NULL;
+    for (struct conn *conn = conns; conn; conn = conn->next) {
+        if (conn->greeted || conn->dead) continue;
+        waiting++;
+        oldest = conn;
+    }
+    if (waiting >= MAX_WAITING) oldest->dead = true; /* who does not greet makes room for who may */
+    if ((listening_on_vsock && !serial_is_host(&peer)) || !conn_open(fd, false)) close(fd);
 }
 
 void conn_listen(int fd, bool vsock) {
