@@ -36,8 +36,8 @@ log = logging.getLogger("opendsec.supervisor")
 
 READY_S = 120.0
 FIRST_PAUSE_S = 0.05
-LONGEST_PAUSE_S = 5.0
-STEADY_S = 10.0
+LONGEST_PAUSE_S = 2.0
+STEADY_S = 3.0
 """A process that ran for so long starts again after FIRST_PAUSE_S, whatever happened before."""
 
 
