@@ -6,6 +6,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 import pytest
 from tests.contract.harness import CONTAINER_NEEDS, Place, container_backend, container_place
@@ -119,6 +120,15 @@ async def test_a_start_that_finds_its_place_taken_fails_and_cleans_up(place: Pla
     with pytest.raises(StartError, match="upper"):
         await place.backend.start(plan)
     assert list(plan.state_dir.iterdir()) == []
+    await place.destroy(plan)
+
+
+async def test_a_plan_too_large_for_one_request_fails_and_cleans_up(place: Place) -> None:
+    plan = place.plan()
+    image = replace(plan.image, layers=plan.image.layers * 300)
+    with pytest.raises(StartError) as failed:
+        await place.backend.start(replace(plan, image=image))
+    assert not failed.value.retryable
     await place.destroy(plan)
 
 

@@ -179,7 +179,7 @@ class ContainerBackend(Backend):
             finally:
                 os.close(launched.pidfd)
             guest = await connect(plan.run_dir / SOCKET_NAME, timeout_s=HELLO_TIMEOUT_S)
-        except (LaunchError, GuestLostError, OSError) as error:
+        except (GuestLostError, OSError, ValueError) as error:
             await self.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
             raise _start_error(error, plan.sandbox_id) from error
         self._guests[plan.sandbox_id] = guest
@@ -336,7 +336,6 @@ class ContainerBackend(Backend):
                 "pid": identity.pid,
                 "start_ticks": identity.start_ticks,
                 "boot_id": self._boot_id,
-                "online": int(_is_online(plan.spec)),
                 "socket": str(plan.run_dir / SOCKET_NAME),
                 "disk": str(_disk_of(plan)),
             },
@@ -429,13 +428,15 @@ def _listening(path: Path) -> Iterator[int]:
         yield listener.fileno()
 
 
-def _start_error(error: OSError | GuestLostError, sandbox_id: SandboxId) -> Exception:
+def _start_error(error: OSError | GuestLostError | ValueError, sandbox_id: SandboxId) -> Exception:
     if isinstance(error, LaunchError):
         return StartError(str(error), detail={"step": error.step, "errno": error.errno or 0}, sandbox_id=sandbox_id)
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             return DiskFullError(f"no room to start a sandbox: {error}", sandbox_id=sandbox_id)
         return StartError(f"the sandbox could not be prepared: {error}", sandbox_id=sandbox_id)
+    if isinstance(error, ValueError):
+        return StartError(f"the sandbox cannot be launched: {error}", retryable=False, sandbox_id=sandbox_id)
     return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
 
 

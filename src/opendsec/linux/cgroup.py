@@ -313,7 +313,7 @@ class CgroupDriver(ABC):
     async def freeze(
         self, name: str, *, timeout_s: float = 10.0, group_class: CgroupClass = CgroupClass.LATENCY
     ) -> None:
-        """Stop every process; returns when all have stopped. Raises TimeoutError, FileNotFoundError."""
+        """Stop every process; returns when all have. Raises TimeoutError (and they go on), FileNotFoundError."""
         await self._set_frozen(name, group_class, frozen=True, timeout_s=timeout_s)
 
     async def thaw(self, name: str, *, timeout_s: float = 10.0, group_class: CgroupClass = CgroupClass.LATENCY) -> None:
@@ -352,6 +352,7 @@ class CgroupDriver(ABC):
         pause = _RETRY_FIRST_S
         while _read_key(f"{name}/cgroup.events", "frozen", parent) != int(frozen):
             if time.monotonic() > deadline:
+                _write(f"{name}/cgroup.freeze", "0", parent)
                 raise TimeoutError(errno.ETIMEDOUT, f"cgroup {name!r} did not {'freeze' if frozen else 'thaw'}")
             await asyncio.sleep(pause)
             pause = min(pause * 2, _RETRY_MOST_S)

@@ -148,7 +148,7 @@ async def test_freeze_waits_for_the_kernel(tree: Path) -> None:
     groups.create("box", CgroupLimits(), owner=1000).__exit__()
     with pytest.raises(TimeoutError, match="did not freeze"):
         await groups.freeze("box", timeout_s=0.01)
-    assert (tree / "sandboxes/latency/box/cgroup.freeze").read_text().startswith("1")
+    assert not groups.is_frozen("box")
     await groups.thaw("box")
     with pytest.raises(FileNotFoundError):
         await groups.freeze("nobody")
