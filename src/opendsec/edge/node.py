@@ -357,7 +357,9 @@ class Node:
 
     async def _recover(self) -> None:
         assert self._parts is not None
-        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root, self._trash)
+        assert self._removals is not None
+        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root)
+        self._removals.run(lambda: _empty(self._trash)).add_done_callback(_log_failed_removal)
         await recovery.adopt_all(
             found,
             parts=self._parts,
@@ -444,6 +446,11 @@ def _remove_tree(own: Path, trash: Path) -> None:
         own.rename(trash)
     if trash.exists():
         shutil.rmtree(trash)
+
+
+def _empty(trash: Path) -> None:
+    for leftover in trash.iterdir():
+        shutil.rmtree(leftover)
 
 
 def _log_failed_removal(done: asyncio.Future[None]) -> None:

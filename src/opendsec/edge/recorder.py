@@ -272,6 +272,3 @@ class RecentOutputs:
     def discard(self, stream: OutputStream) -> None:
         """Its sandbox is forgotten."""
         self._size -= self._streams.pop(stream, 0)
-
-
-__all__ = ["Budget", "INLINE_BYTES", "OutputStream", "RecentOutputs", "write_at"]

@@ -96,11 +96,9 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def scan(root: Path, run_root: Path, trash: Path) -> list[Found]:
+def scan(root: Path, run_root: Path) -> list[Found]:
     """Read every journal; remove what was never begun and what nobody owns. Blocking. Raises OSError, JournalError."""
     found = []
-    for leftover in trash.iterdir():
-        shutil.rmtree(leftover)
     for directory in sorted(root.iterdir()):
         one = _read(directory)
         if one is None:

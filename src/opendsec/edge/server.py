@@ -22,7 +22,7 @@ from opendsec.edge.sandbox import Sandbox
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import check_labels, check_seconds
 from opendsec.server.app import make_app
-from opendsec.server.asgi import ASGIApp, Receive, Scope, Send, send_error
+from opendsec.server.asgi import ASGIApp, Receive, Scope, Send
 from opendsec.server.auth import Verify
 from opendsec.wire.contracts import ImageList, SandboxPage, UpdateRequest
 
@@ -244,6 +244,3 @@ async def list_images(request: _Asked) -> ImageList:
 async def report_node(request: _Asked) -> NodeReport:
     """Load, backends, and why it takes no more if it does not."""
     return _node(request).report()
-
-
-__all__ = ["edge_app", "parse_listing", "send_error"]
