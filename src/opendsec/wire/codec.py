@@ -95,7 +95,7 @@ def _unknown(raw: Any, plan: _Plan, path: str) -> Iterator[str]:
     if plan.fields is not None and isinstance(raw, dict):
         for name, value in raw.items():
             if name not in plan.fields:
-                yield f"{path}{name}"
+                yield f"{path}{name}" if name else f'{path}""'
             elif (below := plan.fields[name]) is not None:
                 yield from _unknown(value, below, f"{path}{name}.")
     elif plan.items is not None and isinstance(raw, (dict, list)):
