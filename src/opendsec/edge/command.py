@@ -70,6 +70,14 @@ class Command:
             result=self.result,
         )
 
+    def trim(self) -> None:
+        """It has ended: of what was asked only what a listing shows is kept in memory; the journal has it all."""
+        request = self.request
+        if request.script is not None:
+            self.request = replace(request, script=request.script[:SUMMARY_CHARS], env={})
+        else:
+            self.request = replace(request, argv=(" ".join(request.argv)[:SUMMARY_CHARS],), env={})
+
     def watch(self) -> asyncio.Event:
         """An event set at every change from now on; give it back with `unwatch`."""
         event = asyncio.Event()

@@ -410,6 +410,7 @@ class CommandBook:
             command.result = replace(command.result, truncated=True)
 
     def _remember(self, command: Command) -> None:
+        command.trim()
         self._ended.append(command.number)
         if command.stdout.in_file or command.stderr.in_file:
             self._filed.append(command)

@@ -185,6 +185,10 @@ class Journal:
         except OSError as exc:
             raise _node_error(exc, self._path) from exc
 
+    async def is_begun(self) -> bool:
+        """Whether a `create` nobody waited for has written the first line; waits for it."""
+        return await self._writer.run(lambda: self._size > 0)
+
     async def append(self, record: Record) -> int:
         """Write a line; returns where it begins, for `read_at`. Raises DiskFullError or NodeError, and then nothing
         was written.

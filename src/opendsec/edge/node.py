@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import heapq
 import logging
+import secrets
 import shutil
 import time
 from collections import OrderedDict
@@ -36,7 +37,7 @@ from opendsec.edge.writer import WriterThread
 from opendsec.linux.spread import spread_subdirectories
 from opendsec.model.ids import SandboxId, check_edge_name, edge_of
 from opendsec.model.image import Image
-from opendsec.model.node import BackendReport, NodeReport, SandboxState
+from opendsec.model.node import BackendReport, NodeReport, SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
 
 log = logging.getLogger(__name__)
@@ -110,6 +111,7 @@ class Node:
         self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
         self._image_names: tuple[str, ...] = ()
         self._image_cache: dict[str, tuple[float, Image]] = {}
+        self._image_turn = asyncio.Lock()
         self._started_at = time.time()
         self._recent = RecentOutputs()
         self._stack = AsyncExitStack()
@@ -126,7 +128,7 @@ class Node:
             spread_subdirectories(self._sandbox_root)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             stack.callback(self._close_journals)
-            journal_writer = await stack.enter_async_context(WriterThread("journal"))
+            journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))
             output_writer = await stack.enter_async_context(WriterThread("output"))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
             for kind, backend in self._backends.items():
@@ -168,18 +170,17 @@ class Node:
     # Requests
 
     async def create(self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId) -> Sandbox:
-        """Admit and begin one; it is `creating` then. A repeat finds the first one. Raises for whatever forbids it,
-        and then nothing is left.
+        """Admit and begin one; it is `creating` then. A repeat finds the first one, unless that could not be
+        started: then it is a new try. Raises for whatever forbids it, and then nothing is left.
         """
-        known = self._sandboxes.get(sandbox_id)
-        if known is not None:
-            return _repeated(known, spec, project)
-        backend = self._admit(spec, sandbox_id)
-        image = await self._image(spec.image)
-        known = self._sandboxes.get(sandbox_id)
-        if known is not None:
-            return _repeated(known, spec, project)
-        return await self._create(spec, project, sandbox_id, backend, image)
+        while True:
+            known = await self._known(spec, project, sandbox_id)
+            if known is not None:
+                return known
+            backend = self._admit(spec, sandbox_id)
+            image = await self._image(spec.image)
+            if sandbox_id not in self._sandboxes:
+                return await self._create(spec, project, sandbox_id, backend, image)
 
     def get(self, sandbox_id: str, *, project: str | None) -> Sandbox:
         """A sandbox of this project (None: of any). Raises NotFoundError for unknown and foreign ones alike."""
@@ -219,6 +220,19 @@ class Node:
 
     # Creating
 
+    async def _known(self, spec: SandboxSpec, project: str, sandbox_id: SandboxId) -> Sandbox | None:
+        """The sandbox of this id. One that could not be started (its edge was killed meanwhile, say) was nobody's:
+        it is forgotten, and may be made again.
+        """
+        while (known := self._sandboxes.get(sandbox_id)) is not None:
+            repeated = _repeated(known, spec, project)
+            if repeated.life.end_reason is not SandboxEnd.START_FAILED:
+                return repeated
+            await repeated.wait_ended()
+            if self._sandboxes.get(sandbox_id) is repeated:
+                self._forget(repeated)
+        return None
+
     def _admit(self, spec: SandboxSpec, sandbox_id: SandboxId) -> Backend:
         check_spec(spec)
         if edge_of(sandbox_id) != self.settings.edge:
@@ -244,15 +258,21 @@ class Node:
         return backend
 
     async def _image(self, name: str) -> Image:
+        found = self._recent_image(name)
+        if found is not None:
+            return found
+        async with self._image_turn:  # one of a burst looks it up for all
+            found = self._recent_image(name)
+            if found is None:
+                found = await asyncio.to_thread(self._images.get, name)
+                if len(self._image_cache) > 1000:
+                    self._image_cache.clear()
+                self._image_cache[name] = (time.monotonic(), found)
+            return found
+
+    def _recent_image(self, name: str) -> Image | None:
         found = self._image_cache.get(name)
-        now = time.monotonic()
-        if found is not None and now - found[0] < FACTS_EVERY_S:
-            return found[1]
-        image = await asyncio.to_thread(self._images.get, name)
-        self._image_cache = (
-            {name: (now, image)} if len(self._image_cache) > 1000 else {**self._image_cache, name: (now, image)}
-        )
-        return image
+        return found[1] if found is not None and time.monotonic() - found[0] < FACTS_EVERY_S else None
 
     async def _create(
         self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, backend: Backend, image: Image
@@ -278,12 +298,18 @@ class Node:
             sandbox.never_began(str(exc))
             raise
         except asyncio.CancelledError:
-            # The caller has gone; the first line may be written already, so the sandbox takes the usual way to its end.
-            sandbox.begin(image)
-            sandbox.apply(lifecycle.DeleteRequested(time.monotonic()))
+            # The caller has gone, and may ask for the same id again: what has begun goes on.
+            self._parts.spawn(self._begin_unattended(sandbox, image), f"{sandbox_id}-create")
             raise
         sandbox.begin(image)
         return sandbox
+
+    async def _begin_unattended(self, sandbox: Sandbox, image: Image) -> None:
+        if await sandbox.journal.is_begun():
+            sandbox.begin(image)
+        else:
+            self._strike(sandbox)
+            sandbox.never_began("its journal could not be written")
 
     def _enrol(self, sandbox: Sandbox) -> None:
         self._sandboxes[sandbox.sandbox_id] = sandbox
@@ -342,12 +368,19 @@ class Node:
     def _forget(self, sandbox: Sandbox) -> None:
         """Nobody asks any more: its files go, out of the way at once and for good in the background."""
         assert self._removals is not None
+        assert self._parts is not None
         self._ended.pop(sandbox.sandbox_id, None)
         self._sandboxes.pop(sandbox.sandbox_id, None)
         sandbox.commands.forget_all()
         sandbox.journal.close_soon()
-        own, trash = sandbox.places.own, self._trash / sandbox.sandbox_id
-        self._removals.run(lambda: _remove_tree(own, trash)).add_done_callback(_log_failed_removal)
+        own, trash = sandbox.places.own, self._trash / f"{sandbox.sandbox_id}.{secrets.token_hex(4)}"
+        removals = self._removals
+        # In the journals' thread: a sandbox of the same id may be made next.
+        moved = self._parts.journal_writer.run(lambda: _move(own, trash))
+        moved.add_done_callback(_log_failed_removal)
+        moved.add_done_callback(
+            lambda _: removals.run(lambda: _remove_tree(trash)).add_done_callback(_log_failed_removal)
+        )
 
     def _close_journals(self) -> None:
         for sandbox in self._sandboxes.values():
@@ -441,9 +474,12 @@ def _repeated(known: Sandbox, spec: SandboxSpec, project: str) -> Sandbox:
     return known
 
 
-def _remove_tree(own: Path, trash: Path) -> None:
+def _move(own: Path, trash: Path) -> None:
     if own.exists():
         own.rename(trash)
+
+
+def _remove_tree(trash: Path) -> None:
     if trash.exists():
         shutil.rmtree(trash)
 

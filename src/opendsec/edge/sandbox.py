@@ -165,8 +165,7 @@ class Sandbox:
         while self.life.state is SandboxState.CREATING:
             await self._changed()
         if self.life.end_reason is SandboxEnd.START_FAILED:
-            while self.live:
-                await self._changed()
+            await self.wait_ended()
             raise errors.StartError(
                 f"the sandbox could not be started: {self.life.end_detail}", sandbox_id=self.sandbox_id
             )
@@ -176,6 +175,10 @@ class Sandbox:
     async def delete(self) -> None:
         """End it and wait until nothing is left."""
         self.apply(lifecycle.DeleteRequested(time.monotonic()))
+        await self.wait_ended()
+
+    async def wait_ended(self) -> None:
+        """Until nothing of it is left."""
         while self.live:
             await self._changed()
 

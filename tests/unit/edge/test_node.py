@@ -398,3 +398,16 @@ async def test_old_commands_are_forgotten_with_their_operation_and_file(
     await until(lambda: not any((sandbox.places.own / "out").iterdir()))
     again = await sandbox.submit(ExecRequest(script="echo new", operation_id="op"))
     assert await output(sandbox, await ended(again)) == b"new\n"
+
+
+async def test_an_ended_command_holds_no_script_and_still_knows_its_request(node: Node) -> None:
+    sandbox = await created(node)
+    request = ExecRequest(script="true " + "x" * 100_000, env={"A": "b" * 1000}, operation_id="op")
+    command = await ended(await sandbox.submit(request))
+    assert len(command.request.script or "") == 200
+    assert command.status().summary == "true " + "x" * 195
+    assert await sandbox.submit(request) is command
+    with pytest.raises(ConflictError):
+        await sandbox.submit(ExecRequest(script="true", operation_id="op"))
+    by_argv = await ended(await sandbox.submit(ExecRequest(argv=("echo", "a" * 300))))
+    assert by_argv.status().summary == ("echo " + "a" * 300)[:200]
