@@ -125,7 +125,8 @@ class Node:
         async with AsyncExitStack() as stack:
             for directory in (self._sandbox_root, self._trash, self._run_root):
                 directory.mkdir(parents=True, exist_ok=True, mode=0o700)
-            spread_subdirectories(self._sandbox_root)
+            for directory in (self._sandbox_root, self._run_root):
+                spread_subdirectories(directory)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             stack.callback(self._close_journals)
             journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))

@@ -4,9 +4,10 @@ Jobs run in the order they were given. What has gathered while the thread was bu
 with one wake-up of the loop (group commit). A writer made with `at_once` does a job where it is given as long as jobs
 are as short as they usually are: a line written into the page cache takes 20 us, handing it to a thread and back three
 times that in CPU, and milliseconds while the loop is busy, for the thread waits for the interpreter's lock. The first
-job that takes longer than SLOW_S is the last one for SLOW_FOR_S. Nothing here calls fsync: a journal must survive the death of the edge,
-and bytes handed to the kernel do. A reboot ends every sandbox of the node, so a journal that lost its tail to a
-power cut has nothing to say that is still true.
+job that takes longer than SLOW_S is the last one for SLOW_FOR_S.
+
+Nothing here calls fsync: a journal must survive the death of the edge, and bytes handed to the kernel do. A reboot ends
+every sandbox of the node, so a journal that lost its tail to a power cut has nothing to say that is still true.
 """
 
 from __future__ import annotations
