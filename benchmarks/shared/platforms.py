@@ -136,7 +136,7 @@ def _folder(parent: str) -> Iterator[Path]:
         left = [entry.target for entry in mountinfo() if Path(entry.target).is_relative_to(folder)]
         if left:
             print(f"left mounted, so {folder} is not removed: {', '.join(map(str, left))}", file=sys.stderr)
-        else:
+        elif folder.exists():  # `down` removes a run directory it has emptied
             shutil.rmtree(folder)
 
 
