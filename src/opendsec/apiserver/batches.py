@@ -3,7 +3,8 @@
 Every index gets exactly one line, a status or a typed error; the last line says `done`. A line that was handed to the
 connection counts as told. When the client leaves early, the sandboxes it was not told about are deleted, unless an
 idempotency key was given: then they stay, and the same request returns them. An edge that goes away in the middle is
-asked again for the same ids; what an edge refuses for lack of room is asked of the others once.
+asked again for the same ids; what an edge refuses for lack of room is asked of the others once. With a key, the same request
+after a batch that failed in part tries what failed again.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class _Run:
     refused: dict[int, errors.OpenDSecError] = field(default_factory=dict)
     """Index → why its edge could not take it; another edge may."""
     asked: set[SandboxId] = field(default_factory=set)
+    failed: bool = False
+    """An index was told an error: the same request may try it again."""
 
     async def tell(self, items: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """Lines for indexes that are still open."""
@@ -69,6 +72,7 @@ class _Run:
 
     async def fail(self, indexes: Sequence[int], error: errors.OpenDSecError) -> None:
         """The same error for several indexes."""
+        self.failed = True
         error.request_id = error.request_id or self.caller.request_id
         fields = codec.error_fields(error)
         await self.tell([(index, {"status": None, "error": fields, "done": False}) for index in indexes])
@@ -118,7 +122,7 @@ class Batches:
             await self._ask_all(run)
             if run.refused:
                 await self._ask_elsewhere(run)
-            if run.claim is not None:
+            if run.claim is not None and not run.failed:
                 await self._creations.complete(run.claim)
             await deliver(codec.encode(BatchItem(done=True)) + b"\n")
             whole = True
@@ -217,6 +221,7 @@ class Batches:
                 if may_try_elsewhere(error):
                     run.refused[index] = error
                     continue
+                run.failed = True
             told.append((index, item))
         await run.tell(told)
 

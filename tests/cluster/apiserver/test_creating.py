@@ -173,6 +173,21 @@ async def test_a_batch_with_a_key_is_told_again_and_starts_nothing_more(start: S
         assert other.json()["error"]["code"] == "conflict"
 
 
+async def test_a_batch_that_failed_in_part_is_completed_by_the_same_request(start: Start) -> None:
+    async with start("a") as platform:
+        double, body = platform.edges["a"], {**SPEC, "count": 5}
+        double.capacity = 3
+        first = await lines_of(platform.client, body, KEY)
+        assert sum(line["error"] is not None for line in first) == 2
+        double.capacity = 5
+        again = {line["index"]: line for line in await lines_of(platform.client, body, KEY)}
+        assert all(line["error"] is None for line in again.values())
+        for line in first:
+            if line["error"] is None:
+                assert again[line["index"]]["status"]["sandbox_id"] == line["status"]["sandbox_id"]
+        assert double.live == 5
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_a_client_that_leaves_a_batch_keeps_what_it_was_told_of(
     start: Start, monkeypatch: pytest.MonkeyPatch, *, keyed: bool
