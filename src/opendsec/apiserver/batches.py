@@ -3,8 +3,8 @@
 Every index gets exactly one line, a status or a typed error; the last line says `done`. A line that was handed to the
 connection counts as told. When the client leaves early, the sandboxes it was not told about are deleted, unless an
 idempotency key was given: then they stay, and the same request returns them. An edge that goes away in the middle is
-asked again for the same ids; what an edge refuses for lack of room is asked of the others once. With a key, the same request
-after a batch that failed in part tries what failed again.
+asked again for the same ids; what an edge refuses for lack of room is asked of the others once. With a key,
+the same request after a batch that failed in part tries what failed again.
 """
 
 from __future__ import annotations
