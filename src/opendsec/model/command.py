@@ -8,7 +8,7 @@ from enum import StrEnum
 
 from opendsec.errors import InvalidSpecError
 from opendsec.model.ids import CommandId
-from opendsec.model.spec import MAX_ENV_STRING, check_env, check_path, check_seconds
+from opendsec.model.spec import MAX_ENV_STRING, check_env, check_name, check_path, check_seconds, encode_text
 
 MAX_COMMAND_BYTES = 3 * 1024 * 1024
 """Largest script or argument vector.
@@ -116,12 +116,12 @@ def _bad(field_name: str, why: str) -> InvalidSpecError:
 def _check_program(request: ExecRequest) -> None:
     if (request.script is None) == (not request.argv):
         raise _bad("script", "give exactly one of script and argv")
-    parts = (request.script,) if request.script is not None else request.argv
-    sizes = [len(part.encode("utf-8", "surrogateescape")) for part in parts]
+    field_name, parts = ("script", (request.script,)) if request.script is not None else ("argv", request.argv)
+    sizes = [len(encode_text(part, field_name)) for part in parts]
     if any("\x00" in part for part in parts):
-        raise _bad("script" if request.script is not None else "argv", "holds a NUL")
+        raise _bad(field_name, "holds a NUL")
     if sum(sizes) > MAX_COMMAND_BYTES:
-        raise _bad("script" if request.script is not None else "argv", f"is larger than {MAX_COMMAND_BYTES} bytes")
+        raise _bad(field_name, f"is larger than {MAX_COMMAND_BYTES} bytes")
     if request.argv and max(sizes) > MAX_ENV_STRING:
         raise _bad("argv", "one argument is longer than the kernel's 131071 bytes; use script or a file")
 
@@ -135,17 +135,16 @@ def check_exec(request: ExecRequest) -> ExecRequest:
         check_path(request.cwd, "cwd")
     if not 0 <= request.grace_s <= 3600:
         raise _bad("grace_s", "is not between 0 and 3600 seconds")
-    if request.user is not None and not 0 < len(request.user) <= 256:
-        raise _bad("user", "is empty or longer than 256 characters")
-    if request.operation_id is not None and not 0 < len(request.operation_id) <= 255:
-        raise _bad("operation_id", "is empty or longer than 255 characters")
+    if request.user is not None:
+        check_name(request.user, "user", most=256)
+    if request.operation_id is not None:
+        check_name(request.operation_id, "operation_id", most=255)
     if not 0 <= request.max_output_bytes <= MAX_OUTPUT_BYTES:
         raise _bad("max_output_bytes", f"is not between 0 and {MAX_OUTPUT_BYTES}")
     if request.pty is not None and not (0 < request.pty.rows <= 65535 and 0 < request.pty.cols <= 65535):
         raise _bad("pty", "rows and cols are between 1 and 65535")
     if request.session is not None:
-        if not 0 < len(request.session) <= 128:
-            raise _bad("session", "is empty or longer than 128 characters")
+        check_name(request.session, "session", most=128)
         if request.argv or request.pty or request.stdin or request.user:
             raise _bad("session", "takes a script, and no pty, stdin or user")
     return request

@@ -104,6 +104,24 @@ def check_seconds(value: float | None, field_name: str) -> None:
         raise _bad(field_name, f"{value} is not a positive number of seconds; use None for no limit")
 
 
+def encode_text(text: str, field_name: str) -> bytes:
+    """UTF-8, with surrogateescape for bytes that are none. Raises InvalidSpecError for what stands for no bytes at all,
+    as JSON's `"\\ud800"` does.
+    """
+    try:
+        return text.encode("utf-8", "surrogateescape")
+    except UnicodeEncodeError:
+        raise _bad(field_name, "holds half of a surrogate pair, which is no character") from None
+
+
+def check_name(text: str, field_name: str, *, most: int) -> None:
+    """1 to `most` characters without a NUL."""
+    if not 0 < len(text) <= most:
+        raise _bad(field_name, f"is empty or longer than {most} characters")
+    if b"\x00" in encode_text(text, field_name):
+        raise _bad(field_name, "holds a NUL")
+
+
 def check_labels(labels: Mapping[str, str]) -> None:
     """At most 32; keys 1-63 of letters, digits and ._/-; values up to 256 characters."""
     if len(labels) > MAX_LABELS:
@@ -113,6 +131,7 @@ def check_labels(labels: Mapping[str, str]) -> None:
             raise _bad("labels", f"key {key[:80]!r} is not 1 to 63 letters, digits or ._/-")
         if len(value) > 256:
             raise _bad("labels", f"value of {key!r} is longer than 256 characters")
+        encode_text(value, "labels")
 
 
 def check_env(env: Mapping[str, str], field_name: str = "env") -> None:
@@ -120,7 +139,7 @@ def check_env(env: Mapping[str, str], field_name: str = "env") -> None:
     for key, value in env.items():
         if not _ENV_KEY.match(key) or "\x00" in value:
             raise _bad(field_name, f"variable {key[:80]!r} has an empty name, '=' in its name, or a NUL")
-        if len(f"{key}={value}".encode("utf-8", "surrogateescape")) > MAX_ENV_STRING:
+        if len(encode_text(f"{key}={value}", field_name)) > MAX_ENV_STRING:
             raise _bad(field_name, f"variable {key[:80]!r} is longer than the kernel's 131071 bytes")
 
 
@@ -128,7 +147,7 @@ def check_path(path: str, field_name: str) -> None:
     """Absolute, no NUL, at most 4095 bytes (PATH_MAX)."""
     if not path.startswith("/"):
         raise _bad(field_name, f"{path[:80]!r} is not an absolute path")
-    if "\x00" in path or len(path.encode("utf-8", "surrogateescape")) > 4095:
+    if "\x00" in path or len(encode_text(path, field_name)) > 4095:
         raise _bad(field_name, "a path has no NUL and at most 4095 bytes")
 
 
@@ -155,6 +174,6 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
     check_labels(spec.labels)
     if spec.workdir is not None:
         check_path(spec.workdir, "workdir")
-    if spec.init_user is not None and not 0 < len(spec.init_user) <= 256:
-        raise _bad("init_user", "is empty or longer than 256 characters")
+    if spec.init_user is not None:
+        check_name(spec.init_user, "init_user", most=256)
     return spec
