@@ -8,6 +8,9 @@ guest hears of it, its result before the caller does.
 Refuses to guess: a last line without its newline was cut by the edge's death and never counted; any other line that
 does not parse is an error. A write that does not fit on the disk is taken back whole, so the file never has a torn
 line in its middle.
+
+Up- and downgrades: fields and kinds of lines this edge does not know are passed over, as a later edge's additions.
+Whatever an earlier edge must not pass over comes with a higher VERSION, which it refuses.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import get_args
 
 import msgspec
 
@@ -28,6 +32,7 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import ImageConfig
 from opendsec.model.node import SandboxEnd
 from opendsec.model.spec import Lifetime, SandboxSpec
+from opendsec.wire import codec
 
 log = logging.getLogger(__name__)
 
@@ -120,7 +125,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
 
 Record = Created | Started | Updated | PauseState | Intent | Result | Refused | Ending | Ended
 
-_encoder = msgspec.json.Encoder()
+_KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Record))
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
@@ -130,12 +135,25 @@ class JournalError(NodeError):
 
 def encode(record: Record) -> bytes:
     """One line."""
-    return _encoder.encode(record) + b"\n"
+    return codec.encode(record) + b"\n"
 
 
 def decode(line: bytes) -> Record:
-    """The record of one line. Raises msgspec.DecodeError."""
+    """The record of one line. Raises msgspec.DecodeError, ValueError."""
+    if codec.has_stray_bytes(line):
+        found: Record = msgspec.convert(codec.parse(line), Record)
+        return found
     return _decoder.decode(line)
+
+
+def _is_of_a_later_edge(line: bytes) -> bool:
+    """Whether it is a whole line of a kind this edge does not know."""
+    try:
+        fields = codec.parse(line)
+    except (msgspec.DecodeError, ValueError):
+        return False
+    kind = fields.get("type") if isinstance(fields, dict) else None
+    return isinstance(kind, str) and kind not in _KINDS
 
 
 def read(directory: Path) -> list[tuple[int, Record]]:
@@ -154,11 +172,19 @@ def _parse(path: Path, content: bytes) -> Iterator[tuple[int, Record]]:
     position = 0
     for number, line in enumerate(content.splitlines(keepends=True), start=1):
         try:
-            yield position, _decoder.decode(line)
-        except msgspec.DecodeError as exc:
-            raise JournalError(
-                f"{path}, line {number}: {exc}", remedy="move the directory away and restart the edge"
-            ) from exc
+            record = decode(line)
+        except (msgspec.DecodeError, ValueError) as exc:
+            if not _is_of_a_later_edge(line):
+                raise JournalError(
+                    f"{path}, line {number}: {exc}", remedy="move the directory away and restart the edge"
+                ) from exc
+        else:
+            if isinstance(record, Created) and record.version > VERSION:
+                raise JournalError(
+                    f"{path}: version {record.version}, this edge reads up to {VERSION}",
+                    remedy="start the newer edge again, or end its sandboxes there before going back",
+                )
+            yield position, record
         position += len(line)
 
 

@@ -45,7 +45,7 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
     if plan is None:
         return decode_answer(data, kind)
     try:
-        raw = _parsed(data)
+        raw = parse(data)
         value = msgspec.convert(raw, kind, strict=True)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
@@ -57,17 +57,21 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
 def decode_answer(data: bytes | memoryview, kind: type[T]) -> T:
     """As `decode`, but fields this version does not know are passed over."""
     try:
-        if _SURROGATE in bytes(data):
-            return msgspec.convert(_parsed(data), kind, strict=True)
+        if has_stray_bytes(data):
+            return msgspec.convert(parse(data), kind, strict=True)
         return msgspec.json.decode(data, type=kind, strict=True)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
         raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
 
 
-def _parsed(data: bytes | memoryview) -> Any:
-    """Escapes of lone surrogates, as `encode` makes them, are refused by msgspec and taken by json."""
-    raw = bytes(data)
-    return json.loads(raw) if _SURROGATE in raw else msgspec.json.decode(raw)
+def has_stray_bytes(data: bytes | memoryview) -> bool:
+    """Whether this JSON may hold bytes that are no UTF-8, as escapes of lone surrogates, which msgspec refuses."""
+    return _SURROGATE in bytes(data)
+
+
+def parse(data: bytes | memoryview) -> Any:
+    """JSON as plain dicts, lists, strings and numbers, stray bytes included. Raises ValueError, msgspec.DecodeError."""
+    return json.loads(bytes(data)) if has_stray_bytes(data) else msgspec.json.decode(data)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -138,7 +142,7 @@ def error_fields(error: errors.OpenDSecError) -> dict[str, object]:
 def decode_error(data: bytes | memoryview, *, fallback: str = "") -> errors.OpenDSecError:
     """Rebuild an error by its code. Bytes that are no error of ours become ProtocolError carrying `fallback`."""
     try:
-        fields = _parsed(data)["error"]
+        fields = parse(data)["error"]
         return error_from_fields(fields)
     except (msgspec.DecodeError, UnicodeDecodeError, KeyError, TypeError, ValueError):
         text = fallback or bytes(data[:200]).decode("utf-8", "replace")

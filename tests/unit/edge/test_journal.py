@@ -6,6 +6,7 @@ import errno
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -91,6 +92,36 @@ def test_a_bad_line_in_the_middle_is_an_error_with_its_place(tmp_path: Path) -> 
     (tmp_path / "journal").write_bytes(journal.encode(first()) + b"{}\n" + journal.encode(intent(1)))
     with pytest.raises(journal.JournalError, match="line 2"):
         journal.read(tmp_path)
+
+
+def test_lines_and_fields_of_a_later_edge_are_passed_over(tmp_path: Path) -> None:
+    later = journal.encode(first()).replace(b'{"type":"created",', b'{"type":"created","mood":"good",')
+    unknown = b'{"type":"parked","where":"far","deep":{"x":[1,"\\udcff"]}}\n'
+    (tmp_path / "journal").write_bytes(later + unknown + journal.encode(intent(1)))
+    lines = journal.read(tmp_path)
+    assert [record for _, record in lines] == [first(), intent(1)]
+    assert lines[1][0] == len(later) + len(unknown)
+
+
+def test_a_journal_of_a_higher_version_is_refused_with_the_way_out(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_bytes(journal.encode(first()).replace(b'"version":1', b'"version":2'))
+    with pytest.raises(journal.JournalError, match="version 2") as raised:
+        journal.read(tmp_path)
+    assert "newer edge" in raised.value.remedy
+
+
+async def test_bytes_that_are_no_utf8_survive(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    asked = ExecRequest(argv=("cat", "/raw\udcff", 'a "\\ud800" in a script'), env={"A": "\udc80"}, cwd="/\udcfe")
+    created = msgspec.structs.replace(first(), image_config=ImageConfig(env={"B": "1 \udce9"}))
+    line = Intent(number=1, request=asked, digest="", started_at=1.0)
+    async with WriterThread("test") as writer:
+        file = Journal(own, writer)
+        await file.create(created, directories=(own,))
+        position = await file.append(line)
+        file.close_soon()
+    assert [record for _, record in journal.read(own)] == [created, line]
+    assert file.read_at(position) == line
 
 
 async def test_full_disk_is_told_and_takes_the_line_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
