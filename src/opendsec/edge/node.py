@@ -392,7 +392,8 @@ class Node:
     async def _recover(self) -> None:
         assert self._parts is not None
         assert self._removals is not None
-        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root)
+        edge = self.settings.edge
+        found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root, edge=edge)
         self._removals.run(lambda: _empty(self._trash)).add_done_callback(_log_failed_removal)
         await recovery.adopt_all(
             found,

@@ -29,7 +29,7 @@ from opendsec.backends.base import Backend, Handle
 from opendsec.edge import journal
 from opendsec.edge.sandbox import Parts, Places, Sandbox
 from opendsec.guest.base import Guest, GuestError, GuestLostError, KnownCommand
-from opendsec.model.ids import SandboxId
+from opendsec.model.ids import SandboxId, is_id_of
 from opendsec.model.node import SandboxEnd
 from opendsec.model.spec import BackendKind
 
@@ -96,8 +96,11 @@ def _locked(fd: int) -> bool:
     return True
 
 
-def scan(root: Path, run_root: Path) -> list[Found]:
-    """Read every journal; remove what was never begun and what nobody owns. Blocking. Raises OSError, JournalError."""
+def scan(root: Path, run_root: Path, *, edge: str) -> list[Found]:
+    """Read every journal; remove what was never begun and run directories of this edge's that nobody owns.
+
+    Blocking. Raises OSError, JournalError.
+    """
     found = []
     for directory in sorted(root.iterdir()):
         one = _read(directory)
@@ -107,7 +110,7 @@ def scan(root: Path, run_root: Path) -> list[Found]:
             found.append(one)
     owned = {one.created.sandbox_id for one in found}
     for directory in run_root.iterdir():
-        if directory.name not in owned:
+        if directory.name not in owned and is_id_of(edge, directory.name):
             shutil.rmtree(directory)
     return found
 

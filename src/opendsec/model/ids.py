@@ -50,6 +50,12 @@ def edge_of(sandbox_id: str) -> str:
     return match.group(1)
 
 
+def is_id_of(edge: str, name: str) -> bool:
+    """Whether `name` is the id of a sandbox of that edge."""
+    match = _SANDBOX_PATTERN.match(name)
+    return match is not None and match.group(1) == edge
+
+
 def check_image_name(name: str, *, field: str = "image") -> str:
     """The name itself if it can be an image reference, else InvalidSpecError naming `field`."""
     if not _NAME_PATTERN.match(name) or ".." in name or "//" in name or name.endswith("/"):

@@ -261,6 +261,15 @@ async def test_1000_sandboxes_are_adopted_in_seconds(tmp_path: Path) -> None:
         assert len([one for one in second.all(project=None) if one.live]) == 1000
 
 
+async def test_edges_with_one_run_directory_do_not_touch_each_others(tmp_path: Path) -> None:
+    run_root = tmp_path / "run" / "sbx"
+    foreign, own = run_root / new_sandbox_id("other"), run_root / new_sandbox_id("local")
+    for directory in (foreign, own):
+        directory.mkdir(parents=True)
+    async with edge(tmp_path):
+        assert list(run_root.iterdir()) == [foreign]
+
+
 def test_replay_wants_a_beginning() -> None:
     with pytest.raises(journal.JournalError):
         recovery.replay([(0, journal.Ended(ended_at=1.0))])
