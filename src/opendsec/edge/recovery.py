@@ -6,6 +6,7 @@
 | created                | no `started`         | half-made: removed, `start_failed`                      |
 | created, started       | the backend finds it | adopted; its commands go on without a gap               |
 | created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
+| created, started       | we lack descriptors  | the edge ends: another one may have them                |
 | …, ending              | no `ended`           | half-deleted: the removal is finished                   |
 | …, ended               |                      | kept for those who still ask                            |
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import fcntl
 import logging
 import os
@@ -25,18 +27,23 @@ from pathlib import Path
 from typing import Protocol
 
 from opendsec import errors
-from opendsec.backends.base import Backend, Handle
+from opendsec.backends.base import Backend, Handle, Running
 from opendsec.edge import journal
 from opendsec.edge.sandbox import Parts, Places, Sandbox
-from opendsec.guest.base import Guest, GuestError, GuestLostError, KnownCommand
+from opendsec.guest.base import GuestError, GuestLostError, KnownCommand
 from opendsec.model.ids import SandboxId, is_id_of
 from opendsec.model.node import SandboxEnd
 from opendsec.model.spec import BackendKind
+from opendsec.server.streams import first_failure
 
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
 ADOPT_AT_ONCE = 64
+ADOPT_TRIES = 3
+ADOPT_PAUSE_S = 0.5
+_OUR_OWN_WANT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
+"""Says something of this process, nothing of the sandbox."""
 
 
 class Enrol(Protocol):
@@ -157,7 +164,7 @@ async def adopt_all(
     places: Callable[[SandboxId], Places],
     enrol: Enrol,
 ) -> None:
-    """Make sandboxes of everything found, many at a time."""
+    """Make sandboxes of everything found, many at a time. Raises BackendUnavailableError, NodeError."""
     turns = asyncio.Semaphore(ADOPT_AT_ONCE)
     for what in found:
         _require_backend(what, backends, unavailable)
@@ -170,9 +177,12 @@ async def adopt_all(
             async with turns:
                 await _take_over(sandbox, what)
 
-    async with asyncio.TaskGroup() as group:
-        for what in found:
-            group.create_task(one(what))
+    try:
+        async with asyncio.TaskGroup() as group:
+            for what in found:
+                group.create_task(one(what))
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
 
 
 def _require_backend(
@@ -210,31 +220,52 @@ async def _take_over(sandbox: Sandbox, what: Found) -> None:
         sandbox.finish_removal(what.ending.reason, what.ending.detail)
     elif sandbox.handle is None:
         sandbox.finish_removal(SandboxEnd.START_FAILED, "the edge was restarted while it was starting")
-    elif not await _adopted(sandbox, sandbox.handle, paused=what.paused):
+    elif why := await _adopt(sandbox, sandbox.handle, paused=what.paused):
         await sandbox.commands.close_unfinished()
-        sandbox.finish_removal(SandboxEnd.GUEST_LOST, "it was gone when the edge was restarted")
+        sandbox.finish_removal(SandboxEnd.GUEST_LOST, why)
 
 
-async def _adopted(sandbox: Sandbox, handle: Handle, *, paused: bool) -> bool:
-    try:
-        if paused:
-            # A frozen guest cannot answer.
-            await sandbox.backend.resume(handle)
-        running = await sandbox.backend.recover(handle)
-        if running is None:
-            return False
-        known = await _known(running.guest)
-        if paused:
-            await sandbox.backend.pause(handle)
-    except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
-        log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
-        return False
+async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
+    """Take a running sandbox over; else why it cannot be. Raises NodeError when that is no fault of the sandbox."""
+    for attempt in range(ADOPT_TRIES):
+        if attempt:
+            await asyncio.sleep(ADOPT_PAUSE_S)
+        try:
+            found = await _found_again(sandbox.backend, handle, paused=paused)
+        except OSError as exc:
+            failure: Exception = exc
+        except (errors.OpenDSecError, GuestError, GuestLostError) as exc:
+            failure = exc
+            break
+        else:
+            if found is None:
+                return "it was gone when the edge was restarted"
+            _go_on(sandbox, *found, paused=paused)
+            return ""
+    log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(failure)}})
+    if isinstance(failure, OSError) and failure.errno in _OUR_OWN_WANT:
+        raise errors.NodeError(
+            f"sandbox {sandbox.sandbox_id} cannot be taken over: {failure}",
+            remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
+        ) from failure
+    return f"it did not answer the restarted edge: {failure}"
+
+
+async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> tuple[Running, list[KnownCommand]] | None:
+    if paused:
+        # A frozen guest cannot answer.
+        await backend.resume(handle)
+    running = await backend.recover(handle)
+    if running is None:
+        return None
+    known = await running.guest.list_commands()
+    if paused:
+        await backend.pause(handle)
+    return running, known
+
+
+def _go_on(sandbox: Sandbox, running: Running, known: list[KnownCommand], *, paused: bool) -> None:
     sandbox.adopt(running, paused=paused)
     for _ in sandbox.commands.unfinished():
         sandbox.life = replace(sandbox.life, busy=sandbox.life.busy + 1)
-    sandbox.commands.resume(known, running.guest)
-    return True
-
-
-async def _known(guest: Guest) -> dict[int, KnownCommand]:
-    return {one.id: one for one in await guest.list_commands()}
+    sandbox.commands.resume({one.id: one for one in known}, running.guest)

@@ -39,6 +39,8 @@ LAST_OUTPUT_S = 1.0
 RECONNECTS = 20
 RECONNECT_TRIES = 3
 """Of one reconnect; a backend waits long for an answer each time."""
+RECONNECT_PAUSE_S = 0.5
+"""Between them, for what fails at once, such as a want of descriptors."""
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
 NO_GUEST = "the sandbox has no guest agent yet"
@@ -107,6 +109,7 @@ class Sandbox:
         self._parts = parts
         self._guest: Guest | None = None
         self._reconnecting = asyncio.Lock()
+        self._updating = asyncio.Lock()
         self._reconnects: list[float] = []
         self._pending: asyncio.Task[None] | None = None
         self._waiters: list[asyncio.Future[None]] = []
@@ -205,13 +208,14 @@ class Sandbox:
             await self._changed()
 
     async def update(self, *, lifetime: Lifetime | None, labels: Mapping[str, str] | None) -> None:
-        """Change lifetime and labels, in the journal first."""
-        now = lifetime or self.spec.lifetime
-        lifecycle.step(self.life, lifecycle.LifetimeChanged(time.monotonic(), now))
-        named = self.spec.labels if labels is None else labels
-        await self.journal.append(journal.Updated(lifetime=now, labels=named))
-        self.spec = replace(self.spec, lifetime=now, labels=named)
-        self.apply(lifecycle.LifetimeChanged(time.monotonic(), now))
+        """Change lifetime and labels, in the journal first. What is None stays, whoever else changes it meanwhile."""
+        async with self._updating:
+            now = lifetime or self.spec.lifetime
+            lifecycle.step(self.life, lifecycle.LifetimeChanged(time.monotonic(), now))
+            named = self.spec.labels if labels is None else labels
+            await self.journal.append(journal.Updated(lifetime=now, labels=named))
+            self.spec = replace(self.spec, lifetime=now, labels=named)
+            self.apply(lifecycle.LifetimeChanged(time.monotonic(), now))
 
     @contextlib.asynccontextmanager
     async def working(self) -> AsyncIterator[Guest]:
@@ -436,6 +440,10 @@ class Sandbox:
         if len(self._reconnects) > RECONNECTS:
             return None
         for attempt in range(RECONNECT_TRIES):
+            if attempt:
+                await asyncio.sleep(RECONNECT_PAUSE_S)
+            if self.life.end_reason is not None:
+                break
             try:
                 return await self.backend.reconnect(handle)
             except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:

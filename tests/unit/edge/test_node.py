@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -84,6 +85,17 @@ async def test_commands_of_a_stopped_sandbox_end_with_an_unknown_code(node: Node
     assert command.result is not None
     assert (command.result.exit_code, command.result.end_reason) == (None, EndReason.SANDBOX_ENDED)
     assert await output(sandbox, command) == b"begun\n"
+
+
+async def test_two_changes_at_once_both_stay(node: Node) -> None:
+    sandbox = await created(node)
+    assert node._parts is not None
+    node._parts.journal_writer._at_once_from = math.inf  # a slow disk: both are under way together
+    await asyncio.gather(
+        sandbox.update(lifetime=Lifetime(ttl_running_stop=77), labels=None),
+        sandbox.update(lifetime=None, labels={"kept": "yes"}),
+    )
+    assert (sandbox.spec.lifetime.ttl_running_stop, sandbox.spec.labels) == (77, {"kept": "yes"})
 
 
 async def test_foreign_sandbox_is_not_found(node: Node) -> None:

@@ -8,6 +8,8 @@ dummy machines live on in the backend object, as containers do in the kernel.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +18,7 @@ from typing import Any
 import pytest
 from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, until
 
+from opendsec.backends.base import Handle, Running
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge import journal, node, recovery
 from opendsec.edge.node import Node
@@ -25,6 +28,7 @@ from opendsec.errors import (
     BackendUnavailableError,
     ConflictError,
     HostCapabilityError,
+    NodeError,
     OpenDSecError,
     StartError,
 )
@@ -259,6 +263,53 @@ async def test_1000_sandboxes_are_adopted_in_seconds(tmp_path: Path) -> None:
     async with edge(tmp_path, backend) as second:
         assert time.monotonic() - begin < 5
         assert len([one for one in second.all(project=None) if one.live]) == 1000
+
+
+class Deaf(DummyBackend):
+    """`recover` fails so often with that error."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self.number = number
+        self.left = 0
+
+    async def recover(self, handle: Handle) -> Running | None:
+        if self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return await super().recover(handle)
+
+
+async def test_an_edge_without_descriptors_gives_up_itself_not_its_sandboxes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "ADOPT_PAUSE_S", 0.0)
+    backend = Deaf(errno.EMFILE)
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+    backend.left = recovery.ADOPT_TRIES
+    with pytest.raises(NodeError, match="cannot be taken over"):
+        async with edge(tmp_path, backend):
+            pass
+    backend.left = recovery.ADOPT_TRIES - 1
+    async with edge(tmp_path, backend) as second:
+        assert (await run(second.get(sandbox.sandbox_id, project=None), "exit 3")).exit_code == 3
+
+
+async def test_a_sandbox_that_cannot_be_talked_to_is_ended_and_the_reason_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "ADOPT_PAUSE_S", 0.0)
+    backend = Deaf(errno.EACCES)
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+    backend.left = recovery.ADOPT_TRIES
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project=None)
+        await until(lambda: not sandbox.live)
+        assert sandbox.life.end_reason is SandboxEnd.GUEST_LOST
+        assert "did not answer" in sandbox.life.end_detail
+        nothing_left_over(second, tmp_path, backend)
 
 
 async def test_edges_with_one_run_directory_do_not_touch_each_others(tmp_path: Path) -> None:
