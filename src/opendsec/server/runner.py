@@ -12,6 +12,7 @@ import asyncio
 import contextlib
 import gc
 import logging
+import math
 import os
 import signal
 import socket
@@ -119,6 +120,13 @@ class _Server(uvicorn.Server):
     def capture_signals(self) -> Iterator[None]:
         yield
 
+    def cut_off(self) -> None:
+        """Close connections whose requests are still not over: a cut answer is asked for again, where uvicorn's own
+        `500` for a request it cancels would be taken for the request's outcome."""
+        for connection in list(self.server_state.connections):
+            transport: Any = connection.transport
+            transport.abort()
+
 
 def _collect_less_often() -> None:
     """What was imported stays for ever and need not be looked at again; what requests leave is mostly freed without the
@@ -190,7 +198,8 @@ def widen(sock: socket.socket) -> None:
 async def serve(
     app: ASGIApp, sock: socket.socket, *, grace_s: float = 5.0, on_listening: Callable[[], None] = lambda: None
 ) -> None:
-    """Serve until SIGTERM or SIGINT, or until cancelled; then shut down gracefully. Closes `sock`.
+    """Serve until SIGTERM or SIGINT, or until cancelled; then shut down gracefully: what is not over after `grace_s` is
+    cut off without an answer. Closes `sock`.
 
     `on_listening` is called once, when requests are answered.
     """
@@ -206,12 +215,14 @@ async def serve(
         server_header=False,
         proxy_headers=False,
         timeout_keep_alive=75,
-        timeout_graceful_shutdown=max(1, round(grace_s)),
+        timeout_graceful_shutdown=max(1, math.ceil(grace_s)) + 1,
     )
     server = _Server(config, on_listening)
 
     def stop() -> None:
-        server.should_exit = True
+        if not server.should_exit:
+            server.should_exit = True
+            asyncio.get_running_loop().call_later(grace_s, server.cut_off)
 
     with _on_signals(stop):
         async with asyncio.TaskGroup() as group:
