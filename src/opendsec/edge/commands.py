@@ -48,6 +48,8 @@ MAX_REMEMBERED = 16_384
 """Ended commands (and operation ids) of one sandbox; older ones are forgotten."""
 MAX_RUNNING = 1024
 """The guest agent's own limit."""
+MAX_JOURNAL_BYTES = 256 * 1024 * 1024
+"""Of one sandbox: what was asked and short outputs are kept there until it is forgotten, and read by the next edge."""
 
 
 class Surroundings(Protocol):
@@ -96,6 +98,8 @@ class CommandBook:
         """Names given so far; their shells may be there."""
         self._next = 1
         self._counters = Counters()
+        self._journal_bytes = 0
+        """About: where the last line of a command begins."""
         self._one_ended = asyncio.Event()
         self.running = 0
 
@@ -118,6 +122,12 @@ class CommandBook:
         check_session(request)
         if self.running >= MAX_RUNNING:
             raise errors.CapacityError(f"{self.running} commands are running in this sandbox, at most {MAX_RUNNING}")
+        if self._journal_bytes > MAX_JOURNAL_BYTES:
+            raise errors.CapacityError(
+                f"what this sandbox was asked and has answered fills {MAX_JOURNAL_BYTES} bytes, which is all it may",
+                remedy="start another sandbox; send large scripts and take large outputs as files",
+                retryable=False,
+            )
         begin()
         command = self._add(self._next, request, digest, time.time())
         self.running += 1
@@ -166,6 +176,11 @@ class CommandBook:
         """
         progress = command.stdin
         async with progress.turn:
+            if offset is None and not progress.known:
+                raise errors.ConflictError(
+                    "offset: is needed, for what was accepted before the edge was restarted is not known here",
+                    detail={"field": "offset", "accepted": progress.accepted},
+                )
             position = progress.accepted if offset is None else offset
             if progress.known and position > progress.accepted:
                 raise errors.ConflictError(
@@ -231,7 +246,7 @@ class CommandBook:
 
     async def _run(self, command: Command) -> None:
         try:
-            await self._journal.append(
+            self._journal_bytes = await self._journal.append(
                 journal.Intent(
                     number=command.number, request=command.request, digest=command.digest, started_at=command.started_at
                 )
@@ -437,15 +452,16 @@ class CommandBook:
 
     # After a restart of the edge
 
-    def restore(self, position: int, record: journal.Intent | journal.Result | journal.Refused) -> None:
+    def restore(self, position: int, record: journal.OfCommand) -> None:
         """Replay one line of the journal, in order; `position` is where it begins."""
+        self._journal_bytes = position
         if isinstance(record, journal.Intent):
             self._add(record.number, record.request, record.digest, record.started_at)
             if record.request.session is not None:
                 self._sessions.add(record.request.session)
             return
         command = self._commands.get(record.number)
-        if command is None:
+        if command is None or command.done:
             return
         if isinstance(record, journal.Refused):
             command.error = codec.error_from_fields(dict(record.error))

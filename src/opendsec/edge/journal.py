@@ -19,7 +19,7 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import get_args
 
@@ -123,7 +123,8 @@ class Ended(msgspec.Struct, frozen=True, tag="ended", kw_only=True):
     ended_at: float
 
 
-Record = Created | Started | Updated | PauseState | Intent | Result | Refused | Ending | Ended
+OfCommand = Intent | Result | Refused
+Record = Created | Started | Updated | PauseState | OfCommand | Ending | Ended
 
 _KINDS = frozenset(str(kind.__struct_config__.tag) for kind in get_args(Record))
 _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
@@ -161,16 +162,16 @@ def read(directory: Path) -> list[tuple[int, Record]]:
     Raises FileNotFoundError, JournalError.
     """
     path = directory / JOURNAL
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole != len(content):
-        os.truncate(path, whole)
-    return list(_parse(path, content[:whole]))
+    with path.open("rb") as file:
+        return list(_parse(path, file))
 
 
-def _parse(path: Path, content: bytes) -> Iterator[tuple[int, Record]]:
+def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Record]]:
     position = 0
-    for number, line in enumerate(content.splitlines(keepends=True), start=1):
+    for number, line in enumerate(lines, start=1):
+        if not line.endswith(b"\n"):
+            os.truncate(path, position)
+            return
         try:
             record = decode(line)
         except (msgspec.DecodeError, ValueError) as exc:

@@ -26,6 +26,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from opendsec import errors
 from opendsec.backends.base import Backend, Handle, Running
 from opendsec.edge import journal
@@ -62,7 +64,7 @@ class Found:
     ending: journal.Ending | None = None
     ended: journal.Ended | None = None
     updated: journal.Updated | None = None
-    commands: list[tuple[int, journal.Intent | journal.Result | journal.Refused]] = field(default_factory=list)
+    commands: list[tuple[int, journal.OfCommand]] = field(default_factory=list)
 
     @property
     def handle(self) -> Handle | None:
@@ -149,10 +151,21 @@ def replay(lines: list[tuple[int, journal.Record]]) -> Found:
             case journal.Updated():
                 found.updated = record
             case journal.Intent() | journal.Result() | journal.Refused():
-                found.commands.append((position, record))
+                found.commands.append((position, _without_output(record)))
             case journal.Created():
                 raise journal.JournalError(f"the journal of {first.sandbox_id} has two beginnings")
     return found
+
+
+def _without_output(record: journal.OfCommand) -> journal.OfCommand:
+    """Output is read from the journal when somebody asks: memory may not hold all that of all sandboxes at once."""
+    if not isinstance(record, journal.Result):
+        return record
+    return msgspec.structs.replace(
+        record,
+        stdout=None if record.stdout is None else b"",
+        stderr=None if record.stderr is None else b"",
+    )
 
 
 async def adopt_all(

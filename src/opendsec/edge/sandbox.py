@@ -213,7 +213,8 @@ class Sandbox:
             now = lifetime or self.spec.lifetime
             lifecycle.step(self.life, lifecycle.LifetimeChanged(time.monotonic(), now))
             named = self.spec.labels if labels is None else labels
-            await self.journal.append(journal.Updated(lifetime=now, labels=named))
+            if (now, named) != (self.spec.lifetime, self.spec.labels):
+                await self.journal.append(journal.Updated(lifetime=now, labels=named))
             self.spec = replace(self.spec, lifetime=now, labels=named)
             self.apply(lifecycle.LifetimeChanged(time.monotonic(), now))
 

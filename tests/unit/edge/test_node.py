@@ -13,10 +13,11 @@ from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run,
 
 from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.dummy import DummyBackend
-from opendsec.edge import journal
+from opendsec.edge import commands, journal
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.node import Node, Slots
 from opendsec.errors import (
+    CapacityError,
     ConflictError,
     DiskFullError,
     InvalidSpecError,
@@ -85,6 +86,28 @@ async def test_commands_of_a_stopped_sandbox_end_with_an_unknown_code(node: Node
     assert command.result is not None
     assert (command.result.exit_code, command.result.end_reason) == (None, EndReason.SANDBOX_ENDED)
     assert await output(sandbox, command) == b"begun\n"
+
+
+async def test_what_a_sandbox_may_have_journalled_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(commands, "MAX_JOURNAL_BYTES", 20_000)
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as one:
+        sandbox = await created(one)
+        await run(sandbox, "true " + "x" * 30_000, operation_id="large")
+        await run(sandbox, "true")
+        with pytest.raises(CapacityError, match="fills 20000 bytes"):
+            await run(sandbox, "true")
+        assert (await run(sandbox, "true " + "x" * 30_000, operation_id="large")).exit_code == 0
+    async with edge(tmp_path, backend) as one:
+        with pytest.raises(CapacityError):
+            await run(one.get(sandbox.sandbox_id, project=None), "true")
+
+
+async def test_a_change_of_nothing_is_not_journalled(node: Node) -> None:
+    sandbox = await created(node)
+    size = (sandbox.places.own / "journal").stat().st_size
+    await sandbox.update(lifetime=None, labels=None)
+    assert (sandbox.places.own / "journal").stat().st_size == size
 
 
 async def test_two_changes_at_once_both_stay(node: Node) -> None:

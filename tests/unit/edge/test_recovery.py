@@ -11,7 +11,7 @@ import asyncio
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -152,11 +152,12 @@ async def test_running_commands_go_on_without_a_gap(tmp_path: Path) -> None:
         assert again[capped.number].result.truncated  # type: ignore[union-attr]
 
 
-async def test_stdin_goes_on_where_the_program_is(tmp_path: Path) -> None:
-    async def bytes_of(*parts: bytes) -> Any:
-        for part in parts:
-            yield part
+async def bytes_of(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
 
+
+async def test_stdin_goes_on_where_the_program_is(tmp_path: Path) -> None:
     backend = DummyBackend()
     async with edge(tmp_path, backend) as first:
         sandbox = await created(first)
@@ -173,6 +174,23 @@ async def test_stdin_goes_on_where_the_program_is(tmp_path: Path) -> None:
             await sandbox.commands.write_stdin(command, 100, bytes_of(b"x"), eof=False)
         status = await sandbox.commands.write_stdin(command, 9, bytes_of(b"ld"), eof=True)
         assert (status.accepted, status.closed) == (11, True)
+        assert await output(sandbox, await ended(command)) == b"hello world"
+
+
+async def test_stdin_without_an_offset_is_refused_while_nobody_knows_it(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        command = await sandbox.submit(ExecRequest(script="cat", stdin=True))
+        await until(lambda: command.given)
+        await sandbox.commands.write_stdin(command, None, bytes_of(b"hello "), eof=False)
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        command = sandbox.commands.get("cmd-1")
+        await until(lambda: command.given)
+        with pytest.raises(ConflictError, match="offset"):
+            await sandbox.commands.write_stdin(command, None, bytes_of(b"world"), eof=False)
+        await sandbox.commands.write_stdin(command, 6, bytes_of(b"world"), eof=True)
         assert await output(sandbox, await ended(command)) == b"hello world"
 
 
@@ -319,6 +337,16 @@ async def test_edges_with_one_run_directory_do_not_touch_each_others(tmp_path: P
         directory.mkdir(parents=True)
     async with edge(tmp_path):
         assert list(run_root.iterdir()) == [foreign]
+
+
+async def test_replay_keeps_no_output_in_memory(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        await run(sandbox, "yes 10000; yes 100000 >&2")
+        lines = journal.read(sandbox.places.own)
+    (result,) = [record for _, record in recovery.replay(lines).commands if isinstance(record, journal.Result)]
+    assert (result.stdout, result.stderr, result.stdout_kept) == (b"", None, 20_000)
 
 
 def test_replay_wants_a_beginning() -> None:
