@@ -240,31 +240,35 @@ async def _take_over(sandbox: Sandbox, what: Found) -> None:
 
 async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
     """Take a running sandbox over; else why it cannot be. Raises NodeError when that is no fault of the sandbox."""
-    for attempt in range(ADOPT_TRIES):
-        if attempt:
-            await asyncio.sleep(ADOPT_PAUSE_S)
-        try:
-            found = await _found_again(sandbox.backend, handle, paused=paused)
-        except OSError as exc:
-            failure: Exception = exc
-        except (errors.OpenDSecError, GuestError, GuestLostError) as exc:
-            failure = exc
-            break
-        else:
-            if found is None:
-                return "it was gone when the edge was restarted"
-            _go_on(sandbox, *found, paused=paused)
-            return ""
-    log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(failure)}})
-    if isinstance(failure, OSError) and failure.errno in _OUR_OWN_WANT:
-        raise errors.NodeError(
-            f"sandbox {sandbox.sandbox_id} cannot be taken over: {failure}",
-            remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
-        ) from failure
-    return f"it did not answer the restarted edge: {failure}"
+    try:
+        found = await _found_again(sandbox.backend, handle, paused=paused)
+    except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
+        log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
+        if isinstance(exc, OSError) and exc.errno in _OUR_OWN_WANT:
+            raise errors.NodeError(
+                f"sandbox {sandbox.sandbox_id} cannot be taken over: {exc}",
+                remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
+            ) from exc
+        return f"it did not answer the restarted edge: {exc}"
+    if found is None:
+        return "it was gone when the edge was restarted"
+    _go_on(sandbox, *found, paused=paused)
+    return ""
 
 
-async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> tuple[Running, list[KnownCommand]] | None:
+_Again = tuple[Running, list[KnownCommand]]
+
+
+async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
+    """As `_find`, with patience for the kernel's refusals, which may pass."""
+    for _ in range(ADOPT_TRIES - 1):
+        with contextlib.suppress(OSError):
+            return await _find(backend, handle, paused=paused)
+        await asyncio.sleep(ADOPT_PAUSE_S)
+    return await _find(backend, handle, paused=paused)
+
+
+async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
     if paused:
         # A frozen guest cannot answer.
         await backend.resume(handle)
