@@ -47,3 +47,9 @@ def test_links_lead_somewhere(page: Path) -> None:
     folder = (ROOT / page).parent
     links = _LINK.findall((ROOT / page).read_text(encoding="utf-8"))
     assert [link for link in links if not (folder / link).exists()] == []
+
+
+def test_every_page_is_reached_from_the_readme() -> None:
+    linked = set(_LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
+    pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
+    assert pages - linked == set()
