@@ -20,7 +20,7 @@ import pytest
 
 CHECKED = ("node", "contract", "cluster")
 SETTLE_S = 5.0
-_OURS = ("opendsec", "ods-")
+_OURS = ("opendsec", "ods")
 _CGROUPS = Path("/sys/fs/cgroup")
 
 

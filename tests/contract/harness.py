@@ -171,7 +171,7 @@ async def dummy_place() -> AsyncIterator[Place]:
 def container_backend(layers: LayerMounts, state: Path, run: Path) -> ContainerBackend:
     """A backend that disturbs no other on this machine."""
     network = SandboxNetwork(
-        state_file=run / "ip_forward", prefix=IPv4Network("10.211.0.0/16"), links="ods-c", table="opendsec_contract"
+        state_file=run / "ip_forward", prefix=IPv4Network("10.208.0.0/16"), links="odsc-", table="opendsec_contract"
     )
     return ContainerBackend(
         layers=layers, state_dir=state, run_dir=run, cgroup_root=f"opendsec-contract-{os.getpid()}", network=network

@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
-from opendsec.backends.container_policy import HOSTNAME, MAX_SLOT, Shared, host_root, launch_plan
+from opendsec.backends.container_policy import HOSTNAME, Shared, host_root, launch_plan
 from opendsec.backends.container_rubbish import remove_contents, remove_quickly
 from opendsec.backends.container_templates import Templates, find_resolvers
 from opendsec.errors import (
@@ -41,6 +41,7 @@ from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, choose_driver, fin
 from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
+from opendsec.linux.node_number import SLOTS, NodeNumber, claim
 from opendsec.linux.probe import CONTAINER_NEEDS, probe
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.ids import SandboxId
@@ -56,6 +57,8 @@ SOCKET_NAME = "agent.sock"
 MAX_SOCKET_PATH = 107
 """unix(7)"""
 BACKLOG = 16
+FORWARDING = Path("/run/opendsec.ip_forward")
+"""Of all edges of this kernel: what net.ipv4.ip_forward was before the first of them needed it."""
 FULL_BELOW_BYTES = 64 * 1024
 _ALWAYS = (
     Capability.EXEC,
@@ -75,8 +78,8 @@ _LIMITS = {
 class ContainerBackend(Backend):
     """`layers` mounts images; `state_dir` and `run_dir` are this edge's own, beside the directories of each start.
 
-    `cgroup_root` is the name of the control groups' top directory; edges that share a kernel need different ones, and
-    a `network` with other names and addresses than the default.
+    Edges that share a kernel each claim a number (`linux.node_number`): user ids, addresses, link names and control
+    groups follow from it. `cgroup_root` names another top directory for the control groups, `network` another network.
     """
 
     kind = BackendKind.CONTAINER
@@ -87,7 +90,7 @@ class ContainerBackend(Backend):
         layers: LayerMounts,
         state_dir: Path,
         run_dir: Path,
-        cgroup_root: str = "opendsec",
+        cgroup_root: str | None = None,
         network: SandboxNetwork | None = None,
     ) -> None:
         self._layers = layers
@@ -95,7 +98,9 @@ class ContainerBackend(Backend):
         self._cgroup_root = cgroup_root
         self._templates = Templates(run_dir / "templates", hostname=HOSTNAME)
         self._launcher = Launcher()
-        self._network = network or SandboxNetwork(state_file=run_dir / "ip_forward")
+        self._given_network = network
+        self._network = network
+        self._number: NodeNumber | None = None
         self._may_network = False
         self._may_limit_disk = False
         self._driver: CgroupDriver | None = None
@@ -128,7 +133,10 @@ class ContainerBackend(Backend):
         if refused:
             self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
         try:
-            self._driver = choose_driver(find_mounts(), root=self._cgroup_root)
+            mounts = find_mounts()
+            self._number = await claim(mounts.unified, owner=str(self._state_dir.resolve()), root=self._cgroup_root)
+            self._network = self._given_network or _network_of(self._number)
+            self._driver = choose_driver(mounts, root=self._number.root)
             self._driver.open()
             self._templates.open(resolvers=resolvers)
             guest = os.open(install_guest(self._state_dir), os.O_PATH | os.O_CLOEXEC)
@@ -145,12 +153,33 @@ class ContainerBackend(Backend):
             os.close(self._shared.guest)
             self._shared = None
         await self._launcher.close()
-        if self._may_network:
+        if self._may_network and self._network is not None:
             await self._network.close()
         self._templates.close()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Control groups and the claim stay while a sandbox lives on."""
+        if self._number is None:
+            return
+        if self._driver is not None and not self._driver.names():
+            self._driver.remove_root()
+            self._number.release()
+        else:
+            self._number.close()
         if self._driver is not None:
             self._driver.close()
-            self._driver = None
+        self._driver = self._number = None
+
+    def host_root(self, slot: int) -> int:
+        """The host's user id of root in the sandbox of that slot."""
+        return host_root(self._machine_slot(slot))
+
+    def _machine_slot(self, slot: int) -> int:
+        """The same slot among those of all edges of this kernel."""
+        if self._number is None:
+            raise BackendUnavailableError("the container backend is not open")
+        return self._number.first_slot + slot
 
     async def _can(self, feature: str, *names: str) -> bool:
         """Whether all probes say so; the first that does not goes to the report."""
@@ -175,7 +204,7 @@ class ContainerBackend(Backend):
             try:
                 handle = self._handle(plan, launched)
                 if _is_online(plan.spec):
-                    await self._network.attach(plan.slot, launched.pidfd)
+                    await self._networks.attach(plan.slot, launched.pidfd)
             finally:
                 os.close(launched.pidfd)
             guest = await connect(plan.run_dir / SOCKET_NAME, timeout_s=HELLO_TIMEOUT_S)
@@ -246,8 +275,8 @@ class ContainerBackend(Backend):
             await guest.aclose()
         try:
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
-            if self._may_network and self._network.may_be_attached(slot):
-                await asyncio.to_thread(self._network.detach, slot)
+            if self._may_network and self._networks.may_be_attached(slot):
+                await asyncio.to_thread(self._networks.detach, slot)
             remove_disk(state_dir)
             for directory in (run_dir, state_dir):
                 await _empty(directory)
@@ -268,8 +297,8 @@ class ContainerBackend(Backend):
     # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, plan: StartPlan) -> None:
-        if not 0 <= plan.slot <= MAX_SLOT:
-            raise InvalidSpecError(f"slot {plan.slot} is not between 0 and {MAX_SLOT}", detail={"field": "slot"})
+        if not 0 <= plan.slot < SLOTS:
+            raise InvalidSpecError(f"slot {plan.slot} is not between 0 and {SLOTS - 1}", detail={"field": "slot"})
         if len(os.fsencode(plan.run_dir / SOCKET_NAME)) > MAX_SOCKET_PATH:
             raise HostCapabilityError(
                 f"{plan.run_dir}/{SOCKET_NAME} is longer than a socket's path can be ({MAX_SOCKET_PATH} bytes)",
@@ -288,7 +317,7 @@ class ContainerBackend(Backend):
                 remedy="; ".join(self._reasons),
             )
         try:
-            self._network.addresses(plan.slot)
+            self._networks.addresses(plan.slot)
         except ValueError as error:
             raise StartError(f"no address is left for this sandbox: {error}", sandbox_id=plan.sandbox_id) from error
 
@@ -300,11 +329,11 @@ class ContainerBackend(Backend):
         limits = _limits(plan.spec.resources)
         with (
             _listening(plan.run_dir / SOCKET_NAME) as listen,
-            self._groups.create(plan.sandbox_id, limits, owner=host_root(plan.slot)) as leaf,
+            self._groups.create(plan.sandbox_id, limits, owner=self.host_root(plan.slot)) as leaf,
         ):
             return await self._launcher.launch(
                 launch_plan(
-                    slot=plan.slot,
+                    slot=self._machine_slot(plan.slot),
                     lower=lower,
                     upper=upper,
                     work=work,
@@ -348,6 +377,12 @@ class ContainerBackend(Backend):
         if self._driver is None:
             raise BackendUnavailableError("the container backend is not open")
         return self._driver
+
+    @property
+    def _networks(self) -> SandboxNetwork:
+        if self._network is None:
+            raise BackendUnavailableError("the container backend is not open")
+        return self._network
 
     def _open_process(self, handle: Handle) -> int | None:
         """A pidfd of its pid 1. None: it has ended, or the machine was started again since."""
@@ -396,6 +431,10 @@ class ContainerBackend(Backend):
 def _disk_of(plan: StartPlan) -> Path:
     """A path on the file system the sandbox writes to."""
     return plan.state_dir / MOUNT if plan.spec.resources.disk_limit_mb is not None else plan.state_dir
+
+
+def _network_of(number: NodeNumber) -> SandboxNetwork:
+    return SandboxNetwork(state_file=FORWARDING, prefix=number.prefix, links=number.links, table=number.table)
 
 
 def _is_online(spec: SandboxSpec) -> bool:

@@ -7,7 +7,7 @@ server.
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
     OPENDSEC_EDGE_BACKENDS     comma-separated (container)
-    OPENDSEC_EDGE_CGROUP       top control group; edges of one kernel need different ones (opendsec)
+    OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (8)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
     OPENDSEC_EDGE_MEMORY_FLOOR_MB, OPENDSEC_EDGE_DISK_FLOOR_MB    nothing is admitted below these (512, 1024)
@@ -53,7 +53,7 @@ class EdgeSettings:
     listen: Address
     token: str
     backends: tuple[BackendKind, ...]
-    cgroup: str
+    cgroup: str | None
     node: NodeSettings
     log_level: str
 
@@ -75,7 +75,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
         listen=address,
         token=token,
         backends=_backends(environment.get("OPENDSEC_EDGE_BACKENDS", "container")),
-        cgroup=environment.get("OPENDSEC_EDGE_CGROUP", "opendsec"),
+        cgroup=environment.get("OPENDSEC_EDGE_CGROUP") or None,
         node=NodeSettings(
             edge=edge,
             state_dir=state / "edge" / edge,

@@ -12,8 +12,8 @@ from opendsec.backends.base import Capability
 from opendsec.errors import UnschedulableError, UnsupportedError
 from opendsec.model.spec import Resources, SandboxSpec
 
-MAX_SLOTS = 60_000
-"""User ranges of 65536 ids above 2**28 fit this often below 2**32."""
+MAX_SLOTS = 4096
+"""So many ranges of user ids one edge has; the others are for further edges of the same kernel."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

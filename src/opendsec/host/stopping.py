@@ -18,7 +18,6 @@ from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.host import processes
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
-from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
 from opendsec.store.images import ImageStore
@@ -62,7 +61,6 @@ async def stop_platform(
         return Stopped(sandboxes=stopping.ended, processes=ended, failed=tuple(stopping.failed))
     ended += await processes.end(local, EDGE)
     layers = await asyncio.to_thread(_unmount_layers, local)
-    _remove_groups(environment.get("OPENDSEC_EDGE_CGROUP") or "opendsec")
     edge_files = local.run_dir / "edge" / local.edge
     if edge_files.is_dir():
         await asyncio.to_thread(shutil.rmtree, edge_files)
@@ -137,12 +135,6 @@ def _unmount_layers(local: Local) -> int:
         left.unlink()  # its lock file
     root.rmdir()
     return count
-
-
-def _remove_groups(root: str) -> None:
-    """The empty control groups above all sandboxes. Those that hold something are another edge's and stay."""
-    with contextlib.suppress(OSError):
-        choose_driver(find_mounts(), root=root).remove_root()
 
 
 def clear_run_files(local: Local) -> None:

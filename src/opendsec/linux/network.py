@@ -9,7 +9,8 @@ to a sandbox. The host itself may connect to a sandbox. Sandboxes without a netw
 loopback interface and nothing else.
 
 The table and `net.ipv4.ip_forward` are set when the first network is attached, and put back by `close` if no sandbox
-uses them any more; the former value lies in `state_file` meanwhile, so that a restarted edge knows it too. Other
+uses them any more; the former value lies in `state_file` meanwhile, so that a restarted edge, or another edge of the
+machine, knows it too. Other
 tables of the host keep their say: where Docker has set iptables' FORWARD policy to DROP, allow the links there.
 """
 
@@ -29,6 +30,8 @@ from opendsec.linux.netlink import Netlink, delete_link, new_address, new_defaul
 from opendsec.linux.process import run
 
 DEFAULT_PREFIX = IPv4Network("10.209.0.0/16")
+FAMILY = "ods"
+"""How the links of every edge begin."""
 PEER = "eth0"
 PEER_INDEX = 2
 """In a fresh network namespace only the loopback has an index, 1."""
@@ -59,9 +62,10 @@ table inet {table} {{
 
 
 class SandboxNetwork:
-    """Networks of one edge. Edges in one network namespace need different `links` and `prefix`es.
+    """Networks of one edge. Edges in one network namespace need different `links`, `prefix`es and `table`s, and the
+    same `state_file`.
 
-    `links` starts the host's interface names (at most 9 characters), `table` is the nftables table's name.
+    `links` starts the host's interface names (`ods`, at most 9 characters), `table` is the nftables table's name.
     """
 
     def __init__(
@@ -72,8 +76,8 @@ class SandboxNetwork:
         links: str = "ods-",
         table: str = "opendsec",
     ) -> None:
-        if not 0 < len(links) <= 9:
-            raise ValueError("links: is not 1 to 9 characters")
+        if not (links.startswith(FAMILY) and len(links) <= 9):
+            raise ValueError(f"links: is not {FAMILY} and up to 6 characters more")
         self._state_file = state_file
         self._prefix = prefix
         self._links = links
@@ -114,18 +118,21 @@ class SandboxNetwork:
                     raise
 
     async def close(self) -> None:
-        """Take back the table and the former forwarding, unless a sandbox still has a network."""
-        if self._in_use() or not self._state_file.exists():
+        """Take back the table, unless a sandbox of this edge still has a network, and the former forwarding, unless one
+        of any edge has.
+        """
+        if _in_use(self._links) or not self._state_file.exists():
             return
         gone = f"add table inet {self._table}\ndelete table inet {self._table}\n"
         await run(["nft", "-f", "-"], timeout_s=NFT_TIMEOUT_S, stdin=gone.encode("ascii"))
-        _FORWARD.write_text(self._state_file.read_text(encoding="ascii"), encoding="ascii")
-        self._state_file.unlink()
         self._ready = False
+        if not _in_use(FAMILY):
+            _FORWARD.write_text(self._state_file.read_text(encoding="ascii"), encoding="ascii")
+            self._state_file.unlink()
 
     async def _prepare(self) -> None:
         async with self._preparing:
-            if self._ready:
+            if self._ready and self._state_file.exists():  # no other edge has put the forwarding back
                 return
             if not self._state_file.exists():
                 self._state_file.write_text(_FORWARD.read_text(encoding="ascii"), encoding="ascii")
@@ -133,8 +140,9 @@ class SandboxNetwork:
             _FORWARD.write_text("1\n", encoding="ascii")
             self._ready = True
 
-    def _in_use(self) -> bool:
-        return any(name.startswith(self._links) for _, name in socket.if_nameindex())
+
+def _in_use(links: str) -> bool:
+    return any(name.startswith(links) for _, name in socket.if_nameindex())
 
 
 def _attach(netlink: Netlink, link: str, host: IPv4Address, inner: IPv4Address, pidfd: int) -> None:
