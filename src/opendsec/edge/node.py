@@ -348,9 +348,13 @@ class Node:
 
     async def _measure_again_and_again(self) -> None:
         while True:
-            self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
-            images = await asyncio.to_thread(self._images.list)
-            self._image_names = tuple(image.name for image in images)
+            try:
+                self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
+                images = await asyncio.to_thread(self._images.list)
+                self._image_names = tuple(image.name for image in images)
+            except (OSError, errors.OpenDSecError) as exc:
+                # What was measured last counts until there is something newer.
+                log.warning("facts_unknown", extra={"fields": {"reason": str(exc)}})
             await asyncio.sleep(FACTS_EVERY_S)
 
     # The end of a sandbox
@@ -372,6 +376,7 @@ class Node:
         assert self._parts is not None
         self._ended.pop(sandbox.sandbox_id, None)
         self._sandboxes.pop(sandbox.sandbox_id, None)
+        self._timers.drop(sandbox)
         sandbox.commands.forget_all()
         sandbox.journal.close_soon()
         own, trash = sandbox.places.own, self._trash / f"{sandbox.sandbox_id}.{secrets.token_hex(4)}"
@@ -438,6 +443,7 @@ class _CancelledAtExit:
     def __init__(self) -> None:
         self._group = asyncio.TaskGroup()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._leaving = False
 
     async def __aenter__(self) -> Self:
         await self._group.__aenter__()
@@ -446,6 +452,7 @@ class _CancelledAtExit:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._leaving = True
         for task in self._tasks:
             task.cancel()
         await self._group.__aexit__(None, None, None)
@@ -456,6 +463,8 @@ class _CancelledAtExit:
         task.add_done_callback(self._tasks.discard)
         # One cancelled before its first step has never touched its work.
         task.add_done_callback(lambda _: work.close())
+        if self._leaving:
+            task.cancel()  # what follows from the cancelled ones is the next edge's to do
         return task
 
 

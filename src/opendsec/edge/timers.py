@@ -13,6 +13,8 @@ import time
 from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
+MOST_VOID = 1000
+
 
 class Timed(Protocol):
     armed_at: float | None
@@ -30,6 +32,8 @@ class Timers(Generic[T]):
         self._due = due
         self._heap: list[tuple[float, int, T]] = []
         self._order = itertools.count()
+        self._void = 0
+        """Entries that mean nothing any more: their thing was put in again earlier, or dropped."""
         self._earlier = asyncio.Event()
 
     def look(self, thing: T) -> None:
@@ -37,10 +41,20 @@ class Timers(Generic[T]):
         at = self._deadline(thing)
         if at is None or (thing.armed_at is not None and thing.armed_at <= at):
             return
+        self._void += thing.armed_at is not None
         thing.armed_at = at
         heapq.heappush(self._heap, (at, next(self._order), thing))
         if self._heap[0][2] is thing:
             self._earlier.set()
+
+    def drop(self, thing: T) -> None:
+        """It is gone: the heap, where its time may be days away, need not hold it."""
+        self._void += thing.armed_at is not None
+        thing.armed_at = None
+        if self._void > max(MOST_VOID, len(self._heap) // 2):
+            self._heap = [entry for entry in self._heap if entry[2].armed_at == entry[0]]
+            heapq.heapify(self._heap)
+            self._void = 0
 
     def run_due(self, now: float) -> None:
         """Everything whose time has come."""
@@ -50,6 +64,8 @@ class Timers(Generic[T]):
             if thing.armed_at == at:
                 thing.armed_at = None
                 popped.append(thing)
+            else:
+                self._void = max(0, self._void - 1)
         for thing in popped:
             deadline = self._deadline(thing)
             if deadline is not None and deadline <= now:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import math
 import os
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, until
+from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, settings_below, until
 
 from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.dummy import DummyBackend
-from opendsec.edge import commands, journal
+from opendsec.edge import commands, journal, lifecycle
+from opendsec.edge import node as node_module
 from opendsec.edge.admission import AdmissionLimits
+from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, Slots
 from opendsec.errors import (
     CapacityError,
     ConflictError,
     DiskFullError,
+    ImageInvalidError,
     InvalidSpecError,
     NotFoundError,
     SandboxExitedError,
@@ -29,6 +35,7 @@ from opendsec.errors import (
 )
 from opendsec.model.command import EndReason, ExecRequest, PtySize
 from opendsec.model.ids import new_sandbox_id
+from opendsec.model.image import Image
 from opendsec.model.node import SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
 
@@ -108,6 +115,49 @@ async def test_a_change_of_nothing_is_not_journalled(node: Node) -> None:
     size = (sandbox.places.own / "journal").stat().st_size
     await sandbox.update(lifetime=None, labels=None)
     assert (sandbox.places.own / "journal").stat().st_size == size
+
+
+async def test_a_store_that_cannot_be_read_does_not_stop_the_measuring(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(node_module, "FACTS_EVERY_S", 0.001)
+    asked = 0
+
+    class Damaged(AnyImage):
+        def list(self) -> list[Image]:
+            nonlocal asked
+            asked += 1
+            raise ImageInvalidError("the tag of an image is damaged")
+
+    backends = {BackendKind.DUMMY: DummyBackend()}
+    async with Node(settings_below(tmp_path), backends=backends, images=Damaged()):
+        await until(lambda: asked > 3)
+
+
+class Stuck(DummyBackend):
+    """Cleaning up after a cancelled start takes its time, and a removal never succeeds."""
+
+    begun = False
+
+    async def start(self, plan: StartPlan) -> Running:
+        self.begun = True
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.Event().wait()
+        raise AssertionError
+
+    async def destroy(self, *_: Any, **__: Any) -> None:
+        raise OSError(errno.EBUSY, os.strerror(errno.EBUSY))
+
+
+async def test_an_edge_can_be_stopped_while_nothing_can_be_removed(tmp_path: Path) -> None:
+    backend = Stuck()
+    async with asyncio.timeout(3), edge(tmp_path, backend) as node:
+        sandbox = await node.create(dummy_spec(), project="default", sandbox_id=new_sandbox_id("local"))
+        await until(lambda: backend.begun)
+        sandbox.apply(lifecycle.DeleteRequested(time.monotonic()))
+        await asyncio.sleep(0)
 
 
 async def test_two_changes_at_once_both_stay(node: Node) -> None:
@@ -232,8 +282,7 @@ async def test_no_more_starts_at_once_than_allowed(tmp_path: Path) -> None:
     backend = SlowStart()
     async with edge(tmp_path, backend, start_concurrency=2) as node:
         creates = [asyncio.ensure_future(created(node)) for _ in range(5)]
-        await until(lambda: backend.begun == 2)
-        assert node.report().creating == 5
+        await until(lambda: backend.begun == 2 and node.report().creating == 5)
         backend.go.set()
         await asyncio.gather(*creates)
         assert (backend.begun, node.report().creating, node.report().live) == (5, 0, 5)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 from tests.unit.edge.edges import until
 
-from opendsec.edge.timers import Timers
+from opendsec.edge.timers import MOST_VOID, Timers
 
 pytestmark = pytest.mark.anyio
 
@@ -60,6 +60,18 @@ def test_an_earlier_deadline_counts() -> None:
     heap.run_due(1.0)
     heap.run_due(100.0)
     assert thing.fired == [1.0]
+
+
+def test_what_is_gone_is_not_held_until_its_time_comes() -> None:
+    heap, kept = timers(), Thing(50.0)
+    heap.look(kept)
+    for _ in range(5 * MOST_VOID):
+        gone = Thing(1e9)
+        heap.look(gone)
+        heap.drop(gone)
+        assert len(heap._heap) <= MOST_VOID + 2
+    heap.run_due(50.0)
+    assert kept.fired == [50.0]
 
 
 def test_what_stays_due_does_not_hang_the_loop() -> None:
