@@ -7,8 +7,10 @@ not be started is still a proper HTTP error. A client that leaves ends nothing b
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import struct
 import time
+from collections.abc import Iterator
 
 from opendsec import errors
 from opendsec.edge import outcome
@@ -235,7 +237,8 @@ async def _await_start(command: Command, event: asyncio.Event) -> None:
         if not await _waited(event, until - time.monotonic()):
             return
     if command.error is not None:
-        raise command.error
+        # A copy: what becomes of it on its way out (request id, traceback) is this request's alone.
+        raise codec.error_from_fields(codec.error_fields(command.error))
 
 
 async def _waited(event: asyncio.Event, seconds: float) -> bool:
@@ -264,12 +267,10 @@ def _refuse_done(command: Command) -> None:
         raise errors.ConflictError("the command has ended", detail={"command_id": command.command_id})
 
 
-class _refusals:  # noqa: N801 - reads as a statement: `with _refusals():`
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
     """The guest's refusals as errors of ours."""
-
-    def __enter__(self) -> None:
-        return None
-
-    def __exit__(self, kind: object, value: BaseException | None, trace: object) -> None:
-        if isinstance(value, GuestError):
-            raise outcome.refusal(value) from value
+    try:
+        yield
+    except GuestError as exc:
+        raise outcome.refusal(exc) from exc

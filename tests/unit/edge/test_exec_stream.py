@@ -14,6 +14,7 @@ from opendsec.edge import exec_routes
 from opendsec.edge.exec_routes import ExecRoutes
 from opendsec.edge.node import Node
 from opendsec.edge.sandbox import Sandbox
+from opendsec.errors import ExecError
 from opendsec.guest.base import GuestError
 from opendsec.model.command import ExecRequest
 from opendsec.wire import codec
@@ -124,6 +125,18 @@ async def test_refusal_after_the_stream_began_is_its_last_frame(node: Node, monk
     kinds = [frame.type for frame in client.frames()]
     assert (kinds, client.over) == ([EXEC_STARTED, EXEC_ERROR], True)
     assert b'"no_shell"' in client.frames()[-1].payload
+
+
+async def test_a_refusal_told_twice_belongs_to_each_request(node: Node) -> None:
+    sandbox = await created(node)
+    told = []
+    for _ in range(2):
+        with pytest.raises(ExecError) as raised:
+            await start(node, sandbox, Client("/", codec.encode(ExecRequest(argv=("/missing",), operation_id="op"))))
+        told.append(raised.value)
+    assert told[0] is not told[1]
+    assert str(told[0]) == str(told[1])
+    assert [one.command_id for one in sandbox.commands.all()] == ["cmd-1"]
 
 
 async def test_unknown_parameter_is_named(node: Node) -> None:
