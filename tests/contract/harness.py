@@ -15,7 +15,7 @@ from typing import Any
 from tests.images import make_busybox_image, make_scratch_image
 
 from opendsec.backends.base import Backend, Running, StartPlan
-from opendsec.backends.container import ContainerBackend
+from opendsec.backends.container import FORWARDING, ContainerBackend
 from opendsec.backends.dummy import DummyBackend
 from opendsec.guest.base import Exit, Guest, Output, StartCommand, StdinTaken
 from opendsec.linux.cgroup import choose_driver, find_mounts
@@ -171,7 +171,7 @@ async def dummy_place() -> AsyncIterator[Place]:
 def container_backend(layers: LayerMounts, state: Path, run: Path) -> ContainerBackend:
     """A backend that disturbs no other on this machine."""
     network = SandboxNetwork(
-        state_file=run / "ip_forward", prefix=IPv4Network("10.208.0.0/16"), links="odsc-", table="opendsec_contract"
+        state_file=FORWARDING, prefix=IPv4Network("10.208.0.0/16"), links="odsc-", table="opendsec_contract"
     )
     return ContainerBackend(
         layers=layers, state_dir=state, run_dir=run, cgroup_root=f"opendsec-contract-{os.getpid()}", network=network

@@ -32,6 +32,8 @@ from opendsec.linux.process import run
 DEFAULT_PREFIX = IPv4Network("10.209.0.0/16")
 FAMILY = "ods"
 """How the links of every edge begin."""
+TABLES = "opendsec"
+"""How their tables begin."""
 PEER = "eth0"
 PEER_INDEX = 2
 """In a fresh network namespace only the loopback has an index, 1."""
@@ -65,7 +67,8 @@ class SandboxNetwork:
     """Networks of one edge. Edges in one network namespace need different `links`, `prefix`es and `table`s, and the
     same `state_file`.
 
-    `links` starts the host's interface names (`ods`, at most 9 characters), `table` is the nftables table's name.
+    `links` starts the host's interface names (`ods…`, at most 9 characters), `table` is the nftables table's name
+    (`opendsec…`).
     """
 
     def __init__(
@@ -76,8 +79,8 @@ class SandboxNetwork:
         links: str = "ods-",
         table: str = "opendsec",
     ) -> None:
-        if not (links.startswith(FAMILY) and len(links) <= 9):
-            raise ValueError(f"links: is not {FAMILY} and up to 6 characters more")
+        if not (links.startswith(FAMILY) and len(links) <= 9 and table.startswith(TABLES)):
+            raise ValueError(f"links: is not {FAMILY} and up to 6 characters more, or table not {TABLES} and more")
         self._state_file = state_file
         self._prefix = prefix
         self._links = links
@@ -118,15 +121,16 @@ class SandboxNetwork:
                     raise
 
     async def close(self) -> None:
-        """Take back the table, unless a sandbox of this edge still has a network, and the former forwarding, unless one
-        of any edge has.
+        """Take back the table, unless a sandbox of this edge still has a network, and the former forwarding, unless
+        another edge has a table.
         """
-        if _in_use(self._links) or not self._state_file.exists():
+        if self._in_use() or not self._state_file.exists():
             return
         gone = f"add table inet {self._table}\ndelete table inet {self._table}\n"
         await run(["nft", "-f", "-"], timeout_s=NFT_TIMEOUT_S, stdin=gone.encode("ascii"))
         self._ready = False
-        if not _in_use(FAMILY):
+        left = await run(["nft", "list", "tables", "inet"], timeout_s=NFT_TIMEOUT_S)
+        if f"table inet {TABLES}".encode("ascii") not in left.stdout:
             _FORWARD.write_text(self._state_file.read_text(encoding="ascii"), encoding="ascii")
             self._state_file.unlink()
 
@@ -140,9 +144,8 @@ class SandboxNetwork:
             _FORWARD.write_text("1\n", encoding="ascii")
             self._ready = True
 
-
-def _in_use(links: str) -> bool:
-    return any(name.startswith(links) for _, name in socket.if_nameindex())
+    def _in_use(self) -> bool:
+        return any(name.startswith(self._links) for _, name in socket.if_nameindex())
 
 
 def _attach(netlink: Netlink, link: str, host: IPv4Address, inner: IPv4Address, pidfd: int) -> None:

@@ -213,6 +213,27 @@ async def test_forwarding_is_put_back(world: Host, tmp_path: Path) -> None:
     assert "opendsec_test" not in tables
 
 
+async def test_forwarding_is_put_back_by_the_last_of_several_edges(world: Host, tmp_path: Path) -> None:
+    first = network(tmp_path)
+    second = SandboxNetwork(
+        state_file=tmp_path / "ip_forward", prefix=IPv4Network("10.222.0.0/16"), links="ods9-", table="opendsec_test9"
+    )
+    FORWARD.write_text("0\n")
+    with namespace() as one, namespace() as two:
+        await first.attach(0, one)
+        await second.attach(0, two)
+        first.detach(0)
+        await first.close()
+        assert FORWARD.read_text() == "1\n"
+        with inside(world.outside), server(str(OUTSIDE)), inside(two):
+            assert ask(str(OUTSIDE)) == str(HOST_OUTER)
+        second.detach(0)
+        await second.close()
+    assert FORWARD.read_text() == "0\n"
+    tables = subprocess.run(["nft", "list", "tables"], check=True, capture_output=True, text=True, timeout=10).stdout
+    assert "opendsec_test" not in tables
+
+
 async def test_a_slot_without_addresses_is_refused(tmp_path: Path) -> None:
     net = network(tmp_path)
     with pytest.raises(ValueError, match="no addresses"):

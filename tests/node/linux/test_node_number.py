@@ -71,8 +71,7 @@ async def test_a_number_with_sandboxes_is_nobody_elses(tree: Path) -> None:
 
 
 async def test_one_owner_runs_once(tree: Path) -> None:
-    with await claim(tree, owner="/a"):
-        with pytest.raises(BlockingIOError):
-            await claim(tree, owner="/a")
+    with await claim(tree, owner="/a"), pytest.raises(BlockingIOError):
+        await claim(tree, owner="/a")
     (await claim(tree, owner="/a")).release()
     assert not list(tree.glob("opendsec.*"))

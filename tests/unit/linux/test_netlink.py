@@ -39,8 +39,8 @@ def test_slots_have_pairs_of_addresses() -> None:
 
 
 def test_the_table_names_its_links_and_prefix() -> None:
-    rules = SandboxNetwork(state_file=Path("/x"), links="ods-t", table="mine").rules()
-    assert rules.startswith("add table inet mine\ndelete table inet mine\ntable inet mine {")
+    rules = SandboxNetwork(state_file=Path("/x"), links="ods-t", table="opendsec_mine").rules()
+    assert rules.startswith("add table inet opendsec_mine\ndelete table inet opendsec_mine\ntable inet opendsec_mine {")
     assert 'ip saddr 10.209.0.0/16 oifname != "ods-t*" masquerade' in rules
     assert "169.254.0.0/16 drop" in rules
     with pytest.raises(ValueError, match="links"):
