@@ -14,6 +14,8 @@ from typing import cast
 
 import httptools
 
+from opendsec.server.runner import WRITE_BUFFER
+
 HIGH_WATER = 1024 * 1024
 LOW_WATER = 256 * 1024
 
@@ -49,6 +51,7 @@ class EdgeConnection(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's are no subclass of it
+        self._transport.set_write_buffer_limits(high=WRITE_BUFFER)
 
     def data_received(self, data: bytes) -> None:
         try:
@@ -124,9 +127,11 @@ class EdgeConnection(asyncio.Protocol):
         self.request_sent = whole
         self._write(head)
 
-    async def send_body(self, data: bytes) -> None:
+    async def send_body(self, *parts: bytes) -> None:
         """Send more, waiting while the kernel has no room."""
-        self._write(data)
+        self._check_open()
+        assert self._transport is not None
+        self._transport.writelines(parts)
         if self._writable is not None:
             await self._writable
             self._check_open()

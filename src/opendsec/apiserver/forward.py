@@ -165,7 +165,7 @@ class _Transfer:
         try:
             while True:
                 if chunk := message.get("body", b""):
-                    await connection.send_body(b"%x\r\n%b\r\n" % (len(chunk), chunk) if chunked else chunk)
+                    await connection.send_body(*((b"%x\r\n" % len(chunk), chunk, b"\r\n") if chunked else (chunk,)))
                 if not message.get("more_body", False):
                     break
                 message = await self._receive()

@@ -130,7 +130,7 @@ class Node:
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             stack.callback(self._close_journals)
             journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))
-            output_writer = await stack.enter_async_context(WriterThread("output"))
+            output_writer = await stack.enter_async_context(WriterThread("output", at_once=True))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
             for kind, backend in self._backends.items():
                 await self._open(stack, kind, backend)

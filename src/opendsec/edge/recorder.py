@@ -16,6 +16,7 @@ nothing and blocks nobody.
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import os
 from collections import OrderedDict, deque
@@ -159,9 +160,10 @@ class OutputStream:
         elif self.kept > self._durable:
             # The node's disk takes no more: what did not arrive is dropped, and `kept` says so.
             log.warning("output_not_kept", extra={"fields": {"path": self._path, "reason": str(error)}})
+            self._budget.give_back(self.kept - self._durable)
             self._dropping, self.kept = True, self._durable
             end = self._durable
-            self._last_write = self._writer.run(lambda: cut_at(self._path, end))
+            self._last_write = self._writer.run(lambda: cut_at(self._path, end), long=True)
             self._recent.clear()
             self._recent_bytes = 0
         while self._recent and self._recent_bytes > RECENT_BYTES and self._recent[0][0] < self._durable:
@@ -169,8 +171,8 @@ class OutputStream:
         on_safe()
 
     def read_now(self, offset: int) -> bytes | memoryview | None:
-        """Kept bytes from `offset` if they are in memory (b"" at the end), None when the file or journal must be
-        read.
+        """Kept bytes from `offset` if they are in memory, the kernel's included (b"" at the end), None when the disk
+        must be read.
         """
         if offset >= self.kept:
             return b""
@@ -179,7 +181,7 @@ class OutputStream:
         for start, data in self._recent:
             if start <= offset < start + len(data):
                 return memoryview(data)[offset - start : offset - start + CHUNK_BYTES]
-        return None
+        return read_cached(self._path, offset, min(CHUNK_BYTES, self._durable - offset))
 
     def read_file(self, offset: int) -> bytes:
         """Kept bytes from the file. Blocking: for a worker thread."""
@@ -208,7 +210,7 @@ class OutputStream:
             return
         self._budget.give_back(self.kept)
         self.removed, self.kept = True, 0
-        self._writer.run(lambda: Path(self._path).unlink(missing_ok=True))
+        self._writer.run(lambda: Path(self._path).unlink(missing_ok=True), long=True)
 
     @property
     def forgotten(self) -> bool:
@@ -241,6 +243,24 @@ def write_at(path: str, position: int, data: bytes) -> int:
         return done
     finally:
         os.close(fd)
+
+
+def read_cached(path: str, position: int, length: int) -> memoryview | None:
+    """Up to so many bytes from this place if they are in the page cache, as what was just written is; None: the disk
+    must be asked, and that may take its time. Raises OSError."""
+    found = bytearray(length)
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        got = os.preadv(fd, [found], position, os.RWF_NOWAIT)
+    except (BlockingIOError, NotImplementedError):
+        return None
+    except OSError as exc:
+        if exc.errno == errno.EOPNOTSUPP:
+            return None
+        raise
+    finally:
+        os.close(fd)
+    return memoryview(found)[:got] if got else None
 
 
 def cut_at(path: str, size: int) -> int:

@@ -25,8 +25,9 @@ T = TypeVar("T")
 _Job = tuple[asyncio.Future[Any], Callable[[], Any]]
 _Outcome = tuple[asyncio.Future[Any], Any, BaseException | None]
 
-SLOW_S = 0.01
-SLOW_FOR_S = 2.0
+SLOW_S = 0.03
+"""More than a busy machine keeps a thread from its processor."""
+SLOW_FOR_S = 1.0
 """How long the thread does everything after a job that held the loop for SLOW_S."""
 
 
@@ -60,12 +61,15 @@ class WriterThread:
             self._batches.put(None)
             await asyncio.to_thread(self._thread.join)
 
-    def run(self, job: Callable[[], T]) -> asyncio.Future[T]:
-        """Do or queue a job now; the future has what it returned or raised. It runs even if nobody waits any more."""
+    def run(self, job: Callable[[], T], *, long: bool = False) -> asyncio.Future[T]:
+        """Do or queue a job now; the future has what it returned or raised. It runs even if nobody waits any more.
+
+        `long`: it is known to take its time, so it is for the thread.
+        """
         assert self._loop is not None, "the writer has not been entered"
         future: asyncio.Future[T] = self._loop.create_future()
         begin = time.monotonic()
-        if not self._outstanding and begin >= self._at_once_from:
+        if not long and not self._outstanding and begin >= self._at_once_from:
             _settle(*_attempt((future, job)))
             if (end := time.monotonic()) - begin > SLOW_S:
                 self._at_once_from = end + SLOW_FOR_S

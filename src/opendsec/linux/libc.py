@@ -59,6 +59,10 @@ _NR_FSCONFIG = 431
 _NR_FSMOUNT = 432
 _NR_MOUNT_SETATTR = 442
 
+M_TRIM_THRESHOLD = -1
+M_MMAP_THRESHOLD = -3
+"""malloc.h"""
+
 _LOG_BYTES = 1024
 
 
@@ -217,3 +221,9 @@ def mount_setattr(
         ctypes.c_size_t(ctypes.sizeof(attr)),
     )
     _check(result, "mount_setattr", path)
+
+
+def mallopt(parameter: int, value: int) -> bool:
+    """Set one of M_* of this process's allocator; False where the C library has no such call, or refuses."""
+    call = getattr(_libc, "mallopt", None)
+    return call is not None and call(parameter, value) == 1

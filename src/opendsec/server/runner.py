@@ -26,6 +26,7 @@ import uvloop
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from opendsec.errors import InvalidSpecError, RequestError
+from opendsec.linux.libc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, mallopt
 from opendsec.server.asgi import ASGIApp
 from opendsec.wire import codec
 
@@ -40,6 +41,10 @@ MAX_HEAD = 64 * 1024
 """Bytes of request line and headers; a path of 4095 bytes, percent-encoded, takes 12 KiB."""
 COLLECT_AFTER_OBJECTS = 20_000
 """Objects more than freed since the last look for cycles; Python's own 700 is for programs of another size."""
+LARGE_BLOCK = 4 * 1024 * 1024
+"""Bytes from which a block of memory is the kernel's own business; pieces of streams are smaller."""
+KEEP_FREED = 32 * 1024 * 1024
+"""Bytes of freed memory at the heap's end that stay with the process."""
 SO_SNDBUFFORCE = 32
 """asm-generic/socket.h"""
 BACKLOG = 4096
@@ -113,7 +118,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Called by uvicorn."""
         await super().startup(sockets)
-        _collect_less_often()
+        _settle_memory()
         self._on_listening()
 
     @contextlib.contextmanager
@@ -128,12 +133,16 @@ class _Server(uvicorn.Server):
             transport.abort()
 
 
-def _collect_less_often() -> None:
+def _settle_memory() -> None:
     """What was imported stays for ever and need not be looked at again; what requests leave is mostly freed without the
-    collector, which with its usual threshold takes a tenth of a busy server's time."""
+    collector, which with its usual threshold takes a tenth of a busy server's time. Freed buffers of streams stay with
+    the process: given back to the kernel and faulted in again for each piece, they cost as much as the rest of the way.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(COLLECT_AFTER_OBJECTS)
+    mallopt(M_MMAP_THRESHOLD, LARGE_BLOCK)
+    mallopt(M_TRIM_THRESHOLD, KEEP_FREED)
 
 
 class Connection(HttpToolsProtocol):

@@ -47,9 +47,9 @@ class DyingWriter(WriterThread):
     after_writing = False
     died: asyncio.Event
 
-    def run(self, job: Callable[[], Any]) -> asyncio.Future[Any]:
+    def run(self, job: Callable[[], Any], *, long: bool = False) -> asyncio.Future[Any]:
         if self._name != "journal":
-            return super().run(job)
+            return super().run(job, long=long)
         cls = type(self)
         cls.at -= 1
         if cls.at > 0:

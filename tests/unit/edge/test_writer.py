@@ -26,6 +26,11 @@ async def test_at_once_a_job_is_done_where_it_is_given() -> None:
         assert await done == threading.get_ident()
 
 
+async def test_what_is_known_to_take_long_is_for_the_thread() -> None:
+    async with WriterThread("test", at_once=True) as one:
+        assert await one.run(threading.get_ident, long=True) != threading.get_ident()
+
+
 async def test_at_once_a_failure_is_the_callers() -> None:
     def job() -> None:
         raise OSError(28, "no space")
