@@ -12,6 +12,7 @@ from opendsec.guest.base import Exit, GuestError
 from opendsec.model.command import CommandResult, EndReason
 from opendsec.model.ids import CommandId
 
+SIGKILL = 9
 REASON_TIMEOUT, REASON_KILLED, REASON_SESSION_ENDED = 1, 2, 3
 
 _REFUSALS = MappingProxyType(
@@ -71,7 +72,7 @@ def end_at_start(exc: GuestError) -> EndReason | None:
 
 def has_failed(exit_: Exit) -> bool:
     """Worth a look at the counters: it ended by itself, and not well."""
-    return exit_.reason == 0 and exit_.exit_code != 0
+    return exit_.exit_code != 0 and exit_.reason in (0, REASON_SESSION_ENDED)
 
 
 def end_reason(exit_: Exit, before: Counters, usage: Usage | None) -> EndReason:
@@ -81,7 +82,8 @@ def end_reason(exit_: Exit, before: Counters, usage: Usage | None) -> EndReason:
     if exit_.reason == REASON_KILLED:
         return EndReason.CANCELLED
     if exit_.reason == REASON_SESSION_ENDED:
-        return EndReason.SESSION_ENDED
+        killed = usage is not None and exit_.signal == SIGKILL and (usage.oom_kills or 0) > before.oom_kills
+        return EndReason.OOM if killed else EndReason.SESSION_ENDED
     if usage is not None and has_failed(exit_):
         if (usage.oom_kills or 0) > before.oom_kills:
             return EndReason.OOM

@@ -34,6 +34,8 @@ KILLED = Exit(exit_code=None, signal=9)
         (Exit(exit_code=None, signal=9, reason=1), Usage(oom_kills=1), EndReason.TIMEOUT),
         (Exit(exit_code=None, signal=15, reason=2), None, EndReason.CANCELLED),
         (Exit(exit_code=None, signal=9, reason=3), None, EndReason.SESSION_ENDED),
+        (Exit(exit_code=None, signal=9, reason=3), Usage(oom_kills=1), EndReason.OOM),
+        (Exit(exit_code=3, reason=3), Usage(oom_kills=1), EndReason.SESSION_ENDED),
     ],
 )
 def test_end_reason(exit_: Exit, usage: Usage | None, reason: EndReason) -> None:
