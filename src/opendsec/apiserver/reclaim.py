@@ -26,6 +26,8 @@ SETTLE_S = 10.0
 
 the request that makes it may still be on its way there.
 """
+DELETE_S = 30.0
+"""So long one may take; a sandbox that cannot be removed now does not keep the others waiting."""
 _AT_ONCE = 32
 
 
@@ -78,10 +80,11 @@ class Reclaimer:
         async with limit:
             try:
                 link = self._edges.of(sandbox_id)
-                await link.call("DELETE", f"/v1/sandboxes/{sandbox_id}", project=project, repeatable=True)
+                async with asyncio.timeout(DELETE_S):
+                    await link.call("DELETE", f"/v1/sandboxes/{sandbox_id}", project=project, repeatable=True)
             except errors.RequestError:
                 return sandbox_id if time.time() > created_at + SETTLE_S else ""
-            except errors.OpenDSecError as exc:
+            except (TimeoutError, errors.OpenDSecError) as exc:
                 log.warning("reclaim_failed", extra={"fields": {"sandbox_id": sandbox_id, "reason": str(exc)}})
                 return ""
         log.info("sandbox_reclaimed", extra={"fields": {"sandbox_id": sandbox_id}})

@@ -270,7 +270,10 @@ class Sandbox:
 
     def begin(self, image: Image) -> None:
         """Start it; the journal has its first line already."""
-        self._pending = self._parts.spawn(self._start(image), f"{self.sandbox_id}-start")
+        if self.life.state is SandboxState.STOPPING:
+            self.apply(lifecycle.StartFailed(time.monotonic(), "it was deleted first"))
+        else:
+            self._pending = self._parts.spawn(self._start(image), f"{self.sandbox_id}-start")
 
     def apply(self, event: lifecycle.Event) -> None:
         """One step of its life, and what follows from it."""
@@ -293,8 +296,9 @@ class Sandbox:
 
     def _perform(self, instruction: Instruction) -> None:
         if instruction is Instruction.CANCEL_PENDING:
-            assert self._pending is not None
-            self._pending.cancel()
+            # None: its first line is being written; the start that follows settles at once.
+            if self._pending is not None:
+                self._pending.cancel()
         elif instruction is Instruction.PAUSE:
             self._pending = self._parts.spawn(self._pause(), f"{self.sandbox_id}-pause")
         elif instruction is Instruction.RESUME:

@@ -36,12 +36,14 @@ InState = Annotated[str, QueryParameter(name="state")]
 
 @dataclass
 class EdgeDouble:
-    """`capacity`: sandboxes it admits; `start_s`: how long a start takes; `cut_after`: bytes a download breaks at."""
+    """`capacity`: sandboxes it admits; `start_s`: how long a start takes; `cut_after`: bytes a download breaks at;
+    `stuck`: a sandbox whose removal never ends."""
 
     name: str
     capacity: int = 1_000_000
     start_s: float = 0.0
     cut_after: int = 0
+    stuck: str = ""
     images: tuple[str, ...] = ("debian",)
     sandboxes: dict[SandboxId, SandboxStatus] = field(default_factory=dict)
     starts: list[SandboxId] = field(default_factory=list)
@@ -144,6 +146,8 @@ async def one(request: Incoming, sandbox_id: FromPath[str]) -> SandboxStatus:
 async def stop(request: Incoming, sandbox_id: FromPath[str]) -> SandboxStatus:
     double = _double(request)
     found = double.find(sandbox_id, request)
+    if sandbox_id == double.stuck:
+        await asyncio.Event().wait()
     double.live -= found.state is SandboxState.RUNNING
     status = replace(found, state=SandboxState.STOPPED, ended_at=time.time())
     double.sandboxes[status.sandbox_id] = status

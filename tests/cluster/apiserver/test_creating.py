@@ -103,6 +103,22 @@ async def test_a_client_that_leaves_without_a_key_leaves_no_sandbox(
         assert len(double.starts) == 2
 
 
+async def test_a_removal_that_never_ends_keeps_no_other_waiting(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reclaim, "RETRY_S", 0.05)
+    monkeypatch.setattr(reclaim, "DELETE_S", 0.1)
+    async with start("local") as platform:
+        double = platform.edges["local"]
+        double.start_s = 0.3
+        for live in (1, 2):
+            with pytest.raises(httpx.ReadTimeout):
+                await platform.client.post("/v1/sandboxes", json=SPEC, timeout=0.1)
+            if live == 1:
+                await until(lambda: double.starts)
+                double.stuck = double.starts[0]
+        await until(lambda: len(double.starts) == 2 and double.live == 1)
+        assert double.sandboxes[double.starts[0]].state == "running"
+
+
 async def test_a_batch_is_split_and_every_index_is_told_once(start: Start) -> None:
     async with start("a", "b", "c") as platform:
         platform.edges["c"].capacity = 5

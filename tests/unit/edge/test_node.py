@@ -160,6 +160,21 @@ async def test_an_edge_can_be_stopped_while_nothing_can_be_removed(tmp_path: Pat
         await asyncio.sleep(0)
 
 
+async def test_delete_wins_while_the_first_line_is_being_written(node: Node) -> None:
+    assert node._parts is not None
+    node._parts.journal_writer._at_once_from = math.inf  # a slow disk
+    sandbox_id = new_sandbox_id("local")
+    async with asyncio.TaskGroup() as group:
+        creating = group.create_task(node.create(dummy_spec(), project="default", sandbox_id=sandbox_id))
+        while not node.all(project=None):
+            await asyncio.sleep(0)
+        await node.get(sandbox_id, project=None).delete()
+    assert creating.result().status().end_reason is SandboxEnd.STOPPED
+    with pytest.raises(SandboxExitedError):
+        await creating.result().wait_ready()
+    assert leftovers(node) == []
+
+
 async def test_two_changes_at_once_both_stay(node: Node) -> None:
     sandbox = await created(node)
     assert node._parts is not None

@@ -121,6 +121,7 @@ async def test_full_disk_drops_the_rest_and_says_so(
     one.record(2 * INLINE_BYTES, b"b" * 100, on_safe=lambda: told.append(one.safe()))
     await until(lambda: bool(told) and told[-1] == 2 * INLINE_BYTES + 100)
     assert (one.kept, one.total) == (2 * INLINE_BYTES, 2 * INLINE_BYTES + 100)
+    assert one._budget.left == (1 << 30) - 2 * INLINE_BYTES
 
 
 async def test_new_edge_continues_at_the_end_of_the_file(tmp_path: Path, writer: WriterThread) -> None:
