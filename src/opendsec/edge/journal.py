@@ -5,9 +5,9 @@ A new edge process rebuilds everything from it: what was asked for, whether it w
 and how they ended. A line is written before the fact it stands for becomes visible: a command's intent before the
 guest hears of it, its result before the caller does.
 
-Refuses to guess: a last line without its newline was cut by the edge's death and never counted; any other line that
-does not parse is an error. A write that does not fit on the disk is taken back whole, so the file never has a torn
-line in its middle.
+Refuses to guess: a last line without its newline was cut by the edge's death and never counted; what comes from another
+line on that does not parse (a disk's fault) is set aside and told. A write that does not fit on the disk is taken back
+whole, so the file never has a torn line in its middle.
 
 Up- and downgrades: fields and kinds of lines this edge does not know are passed over, as a later edge's additions.
 Whatever an earlier edge must not pass over comes with a higher VERSION, which it refuses.
@@ -19,7 +19,8 @@ import asyncio
 import errno
 import logging
 import os
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
@@ -131,7 +132,14 @@ _decoder: msgspec.json.Decoder[Record] = msgspec.json.Decoder(Record)
 
 
 class JournalError(NodeError):
-    """A journal holds something that is not a journal; the message names file and line."""
+    """A journal holds something that is not a journal; the message names file and line.
+
+    `before`: the records that could be read.
+    """
+
+    def __init__(self, message: str, *, before: Sequence[tuple[int, Record]] = (), remedy: str = "") -> None:
+        super().__init__(message, remedy=remedy)
+        self.before = list(before)
 
 
 def encode(record: Record) -> bytes:
@@ -159,34 +167,45 @@ def _is_of_a_later_edge(line: bytes) -> bool:
 
 def read(directory: Path) -> list[tuple[int, Record]]:
     """All records of a sandbox with the positions of their lines, cutting off a torn last line on the disk too.
-    Raises FileNotFoundError, JournalError.
+
+    Raises FileNotFoundError, and JournalError for a line that is damaged: a copy of the file is kept then, and the
+    journal ends before that line from now on.
     """
     path = directory / JOURNAL
-    with path.open("rb") as file:
-        return list(_parse(path, file))
-
-
-def _parse(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, Record]]:
+    found: list[tuple[int, Record]] = []
     position = 0
-    for number, line in enumerate(lines, start=1):
-        if not line.endswith(b"\n"):
-            os.truncate(path, position)
-            return
-        try:
-            record = decode(line)
-        except (msgspec.DecodeError, ValueError) as exc:
-            if not _is_of_a_later_edge(line):
-                raise JournalError(
-                    f"{path}, line {number}: {exc}", remedy="move the directory away and restart the edge"
-                ) from exc
-        else:
-            if isinstance(record, Created) and record.version > VERSION:
-                raise JournalError(
-                    f"{path}: version {record.version}, this edge reads up to {VERSION}",
-                    remedy="start the newer edge again, or end its sandboxes there before going back",
-                )
-            yield position, record
-        position += len(line)
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                os.truncate(path, position)
+                break
+            try:
+                record = decode(line)
+            except (msgspec.DecodeError, ValueError) as exc:
+                if not _is_of_a_later_edge(line):
+                    raise _damaged(path, number, position, found, str(exc)) from exc
+            else:
+                _check_version(path, record)
+                found.append((position, record))
+            position += len(line)
+    return found
+
+
+def _damaged(path: Path, number: int, position: int, before: list[tuple[int, Record]], why: str) -> JournalError:
+    if position:
+        shutil.copyfile(path, path.with_name(f"{JOURNAL}.damaged"))
+        os.truncate(path, position)
+    return JournalError(
+        f"{path}, line {number}: {why}", before=before, remedy="move the directory away and restart the edge"
+    )
+
+
+def _check_version(path: Path, record: Record) -> None:
+    if isinstance(record, Created) and record.version > VERSION:
+        raise JournalError(
+            f"{path}: version {record.version}, this edge reads up to {VERSION}",
+            remedy="start the newer edge again, or end its sandboxes there before going back",
+        )
 
 
 class Journal:

@@ -7,6 +7,7 @@
 | created, started       | the backend finds it | adopted; its commands go on without a gap               |
 | created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
 | created, started       | we lack descriptors  | the edge ends: another one may have them                |
+| …, a damaged line      | no `ending`          | removed, `node_lost`; its commands end `sandbox_ended`  |
 | …, ending              | no `ended`           | half-deleted: the removal is finished                   |
 | …, ended               |                      | kept for those who still ask                            |
 """
@@ -64,6 +65,8 @@ class Found:
     ending: journal.Ending | None = None
     ended: journal.Ended | None = None
     updated: journal.Updated | None = None
+    damage: str = ""
+    """What is wrong with the rest of its journal."""
     commands: list[tuple[int, journal.OfCommand]] = field(default_factory=list)
 
     @property
@@ -129,6 +132,13 @@ def _read(directory: Path) -> Found | None:
         lines = journal.read(directory)
     except FileNotFoundError:
         return None
+    except journal.JournalError as exc:
+        if not exc.before:
+            raise
+        log.error("journal_damaged", extra={"fields": {"reason": str(exc)}})  # noqa: TRY400 - it is no surprise
+        found = replay(exc.before)
+        found.damage = f"its journal is damaged: {exc.message}"
+        return found
     return None if not lines else replay(lines)
 
 
@@ -179,6 +189,7 @@ async def adopt_all(
 ) -> None:
     """Make sandboxes of everything found, many at a time. Raises BackendUnavailableError, NodeError."""
     turns = asyncio.Semaphore(ADOPT_AT_ONCE)
+    _settle_slots(found)
     for what in found:
         _require_backend(what, backends, unavailable)
 
@@ -196,6 +207,19 @@ async def adopt_all(
                 group.create_task(one(what))
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
+
+
+def _settle_slots(found: list[Found]) -> None:
+    """A slot that was given away again proves its former owner removed, though the disk had no room for `ended`.
+
+    Removing that one once more would take the other's addresses away.
+    """
+    owners: dict[int, Found] = {}
+    for what in sorted((what for what in found if what.ended is None), key=lambda what: what.created.created_mono_s):
+        former = owners.get(what.created.slot)
+        if former is not None and former.ending is not None:
+            former.ended = journal.Ended(ended_at=time.time())
+        owners[what.created.slot] = what
 
 
 def _require_backend(
@@ -231,6 +255,9 @@ async def _take_over(sandbox: Sandbox, what: Found) -> None:
     if what.ending is not None:
         await sandbox.commands.close_unfinished()
         sandbox.finish_removal(what.ending.reason, what.ending.detail)
+    elif what.damage:
+        await sandbox.commands.close_unfinished()
+        sandbox.finish_removal(SandboxEnd.NODE_LOST, what.damage)
     elif sandbox.handle is None:
         sandbox.finish_removal(SandboxEnd.START_FAILED, "the edge was restarted while it was starting")
     elif why := await _adopt(sandbox, sandbox.handle, paused=what.paused):

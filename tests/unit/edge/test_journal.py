@@ -88,10 +88,14 @@ def test_torn_last_line_never_counted(tmp_path_factory: pytest.TempPathFactory, 
     assert [record for _, record in journal.read(own)] == [first(), Ended(ended_at=5.0)]
 
 
-def test_a_bad_line_in_the_middle_is_an_error_with_its_place(tmp_path: Path) -> None:
-    (tmp_path / "journal").write_bytes(journal.encode(first()) + b"{}\n" + journal.encode(intent(1)))
-    with pytest.raises(journal.JournalError, match="line 2"):
+def test_a_bad_line_in_the_middle_is_told_with_its_place_and_set_aside(tmp_path: Path) -> None:
+    content = journal.encode(first()) + b"{}\n" + journal.encode(intent(1))
+    (tmp_path / "journal").write_bytes(content)
+    with pytest.raises(journal.JournalError, match="line 2") as raised:
         journal.read(tmp_path)
+    assert raised.value.before == [(0, first())]
+    assert journal.read(tmp_path) == [(0, first())]
+    assert (tmp_path / "journal.damaged").read_bytes() == content
 
 
 def test_lines_and_fields_of_a_later_edge_are_passed_over(tmp_path: Path) -> None:

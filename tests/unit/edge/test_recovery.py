@@ -272,6 +272,44 @@ async def test_unreadable_journal_stops_the_edge_with_its_place(tmp_path: Path) 
             pass
 
 
+async def test_a_damaged_journal_ends_its_sandbox_and_no_other(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        damaged, sound = await created(first), await created(first)
+        await run(damaged, "echo kept")
+        await damaged.submit(ExecRequest(script="sleep 1000"))
+        await until(lambda: damaged.commands.get("cmd-2").given)
+    with (damaged.places.own / "journal").open("ab") as file:
+        file.write(b"\0" * 4096 + b"\n")
+    for _ in range(2):
+        async with edge(tmp_path, backend) as second:
+            found = second.get(damaged.sandbox_id, project=None)
+            await until(lambda: not second.get(damaged.sandbox_id, project=None).live)
+            assert (found.life.end_reason, found.state) == (SandboxEnd.NODE_LOST, SandboxState.FAILED)
+            assert "damaged" in found.life.end_detail
+            assert await output(found, found.commands.get("cmd-1")) == b"kept\n"
+            lost = found.commands.get("cmd-2").result
+            assert lost is not None
+            assert (lost.exit_code, lost.end_reason) == (None, EndReason.SANDBOX_ENDED)
+            assert second.get(sound.sandbox_id, project=None).state is SandboxState.RUNNING
+            nothing_left_over(second, tmp_path, backend)
+
+
+async def test_who_holds_a_slot_again_is_not_disturbed_by_its_former_owner(tmp_path: Path) -> None:
+    backend = DummyBackend()
+    async with edge(tmp_path, backend) as first:
+        former = await created(first)
+        await former.delete()
+        heir = await created(first)
+        assert heir.slot == former.slot
+    path = former.places.own / "journal"
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # no room for `ended`
+    async with edge(tmp_path, backend) as second:
+        assert not second.get(former.sandbox_id, project=None).live
+        assert second.get(heir.sandbox_id, project=None).state is SandboxState.RUNNING
+        assert second.report().live == 1
+
+
 @pytest.mark.slow
 async def test_1000_sandboxes_are_adopted_in_seconds(tmp_path: Path) -> None:
     backend = DummyBackend()
