@@ -11,6 +11,7 @@ is written under a temporary name and renamed when it is complete.
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 from dataclasses import dataclass, field
@@ -270,7 +271,7 @@ def _blocked(name: bytes, exc: OSError) -> FileError:
     text = _text(name)
     return FileError(
         f"{text!r} cannot be a directory below the target: {exc.strerror}",
-        detail={"path": text, "errno": exc.errno},
+        detail={"path": text, "errno": errno.errorcode.get(exc.errno or 0, "")},
         remedy="download into an empty directory",
     )
 

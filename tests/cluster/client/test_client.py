@@ -50,6 +50,19 @@ async def test_create_repeats_under_one_key(server: FakeServer, client: opendsec
     assert len({r.headers["idempotency-key"] for r in server.requests if r.path == "/v1/sandboxes"}) == 1
 
 
+async def test_a_create_that_is_given_up_leaves_no_sandbox(server: FakeServer, client: opendsec.DSecClient) -> None:
+    server.faults = [Fault(CREATE, kind="mute")]
+    with anyio.move_on_after(0.2) as given_up:
+        await client.run_container(ARGS)
+    assert given_up.cancelled_caught
+    assert [one.state for one in server.sandboxes.values()] == [SandboxState.STOPPED]
+    server.faults = [Fault(CREATE, kind="mute")]
+    with anyio.move_on_after(0.2) as given_up:
+        await client.run_container(ARGS, idempotency_key="shared")
+    assert given_up.cancelled_caught
+    assert [one.state for one in server.sandboxes.values()] == [SandboxState.STOPPED, SandboxState.RUNNING]
+
+
 async def test_create_whose_sandbox_was_reclaimed_gets_another(server: FakeServer, client: opendsec.DSecClient) -> None:
     server.orphans = 2
     sandbox = await client.run_container(ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import secrets
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -14,6 +13,7 @@ from typing import Self
 from opendsec.client._async.batch import batch_items
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client._async.transport import Transport, target
+from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.run_args import DSecContainerRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
@@ -27,6 +27,9 @@ from opendsec.wire.contracts import BatchRequest, CreateRequest, ImageList, Sand
 DEFAULT_TIMEOUT_S = 60.0
 BATCH_TIMEOUT_S = 3600.0
 RECLAIMED_REPEATS = 3
+TAKE_BACK_S = 5.0
+MIN_TIMEOUT_S = 0.001
+"""The shortest the platform takes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +114,7 @@ class DSecClient:
 
         `timeout`: seconds for all of it; the platform gives up at the same time, and leaves nothing.
         `idempotency_key`: calls with one key and the same arguments start one sandbox, also from several processes.
+        When the calling task is cancelled, a sandbox that was being started is ended, unless the key is yours.
 
         Raises InvalidSpecError or UnsupportedError naming the field, ImageNotFoundError, CapacityError, StartError,
         ConflictError (same key, other arguments), DeadlineError, TransportError.
@@ -118,22 +122,23 @@ class DSecClient:
         check_seconds(timeout, "timeout")
         request = CreateRequest(spec=args.to_spec())
         deadline = self._transport.deadline(timeout)
-        for attempt in itertools.count():
-            left_s = max(0.001, deadline - time.monotonic())
-            headers = self._create_headers(idempotency_key, left_s)
+        attempt = 0
+        while True:
+            key = _own_key() if idempotency_key is None else idempotency_key
+            left_s = max(MIN_TIMEOUT_S, deadline - time.monotonic())
             try:
-                status = await self._transport.call(
-                    "POST", target("sandboxes"), SandboxStatus, value=request, headers=headers, timeout_s=left_s
-                )
+                return await self._create(request, key, create_timeout_s=left_s, timeout_s=left_s)
             except SandboxExitedError:
                 # A server that died while it answered left a sandbox nobody had been told of: it was ended, and the
                 # repeat learns so. Nobody else can mean that sandbox under a key of our own: ask for another one.
                 if idempotency_key is not None or attempt >= RECLAIMED_REPEATS or time.monotonic() >= deadline:
                     raise
-                await self._transport.pause_before_repeat(attempt)
-            else:
-                return Sandbox(self._transport, status.sandbox_id)
-        raise AssertionError("unreachable")
+            except async_interruption():
+                if idempotency_key is None:
+                    await self._take_back(request, key)
+                raise
+            await self._transport.pause_before_repeat(attempt)
+            attempt += 1
 
     @asynccontextmanager
     async def container(
@@ -163,14 +168,15 @@ class DSecClient:
         any order.
 
         `timeout`: seconds for all of them, default one hour. Raises what `run_container` raises when the whole
-        request fails.
+        request fails. Whoever stops iterating early leaves sandboxes behind that were started and not yielded: they
+        live until a TTL passes; a label finds them (`list`).
         """
         if not 1 <= count <= MAX_BATCH:
             raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_BATCH}", detail={"field": "count"})
         check_seconds(timeout, "timeout")
         seconds = BATCH_TIMEOUT_S if timeout is None else timeout
         request = BatchRequest(spec=args.to_spec(), count=count)
-        headers = self._create_headers(idempotency_key, seconds)
+        headers = _create_headers(_own_key() if idempotency_key is None else idempotency_key, seconds)
         items = batch_items(self._transport, request, headers, time.monotonic() + seconds)
         async with aclosing(items):
             async for index, outcome in items:
@@ -221,10 +227,31 @@ class DSecClient:
         edge_of(sandbox_id)
         return await Sandbox(self._transport, sandbox_id).stop(timeout=timeout)
 
-    def _create_headers(self, idempotency_key: str | None, timeout_s: float) -> dict[str, str]:
-        key = idempotency_key if idempotency_key is not None else f"key-{secrets.token_hex(16)}"
-        if not key or len(key) > 255 or not key.isascii() or not key.isprintable():
-            raise InvalidSpecError(
-                "idempotency_key: is not 1 to 255 printable ASCII characters", detail={"field": "idempotency_key"}
-            )
-        return {contracts.HEADER_IDEMPOTENCY: key, contracts.HEADER_TIMEOUT: f"{timeout_s:.3f}"}
+    async def _create(self, request: CreateRequest, key: str, *, create_timeout_s: float, timeout_s: float) -> Sandbox:
+        headers = _create_headers(key, create_timeout_s)
+        status = await self._transport.call(
+            "POST", target("sandboxes"), SandboxStatus, value=request, headers=headers, timeout_s=timeout_s
+        )
+        return Sandbox(self._transport, status.sandbox_id)
+
+    async def _take_back(self, request: CreateRequest, key: str) -> None:
+        """The caller gave up: asked again with hardly any time, the platform removes what it is starting under this
+        key, or names what it has started."""
+        async with async_last_words(TAKE_BACK_S):
+            try:
+                sandbox = await self._create(request, key, create_timeout_s=MIN_TIMEOUT_S, timeout_s=TAKE_BACK_S)
+                await sandbox.stop(timeout=TAKE_BACK_S)
+            except OpenDSecError:
+                return
+
+
+def _own_key() -> str:
+    return f"key-{secrets.token_hex(16)}"
+
+
+def _create_headers(key: str, timeout_s: float) -> dict[str, str]:
+    if not key or len(key) > 255 or not key.isascii() or not key.isprintable():
+        raise InvalidSpecError(
+            "idempotency_key: is not 1 to 255 printable ASCII characters", detail={"field": "idempotency_key"}
+        )
+    return {contracts.HEADER_IDEMPOTENCY: key, contracts.HEADER_TIMEOUT: f"{timeout_s:.3f}"}
