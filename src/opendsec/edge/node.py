@@ -181,6 +181,7 @@ class Node:
             backend = self._admit(spec, sandbox_id)
             image = await self._image(spec.image)
             if sandbox_id not in self._sandboxes:
+                self._admit(spec, sandbox_id)  # others were admitted while the image was looked up
                 return await self._create(spec, project, sandbox_id, backend, image)
 
     def get(self, sandbox_id: str, *, project: str | None) -> Sandbox:

@@ -37,6 +37,8 @@ WRITE_BUFFER = 512 * 1024
 """Bytes of an answer waiting in this process above which its source is held back."""
 SEND_BUFFER = 1024 * 1024
 """Bytes of a Unix socket waiting in the kernel; used only while they wait."""
+HEAD_S = 30.0
+"""Seconds from the connection, or from a request's first byte, to the end of its headers."""
 MAX_HEAD = 64 * 1024
 """Bytes of request line and headers; a path of 4095 bytes, percent-encoded, takes 12 KiB."""
 COLLECT_AFTER_OBJECTS = 20_000
@@ -154,12 +156,25 @@ class Connection(HttpToolsProtocol):
     _in_head = True
     _head_bytes = 0
     _heads = 0
+    _awaited_head = -1
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Called by the event loop."""
         super().connection_made(transport)
         transport.set_write_buffer_limits(high=WRITE_BUFFER)
         widen(transport.get_extra_info("socket"))
+        self._await_head()
+
+    def _await_head(self) -> None:
+        """Close the connection unless the headers now begun are complete in time: who sends them byte by byte would
+        hold a descriptor for ever."""
+        if self._awaited_head != self._heads:
+            self._awaited_head = self._heads
+            self.loop.call_later(HEAD_S, self._look_for_head, self._heads)
+
+    def _look_for_head(self, heads: int) -> None:
+        if self._heads == heads and not self.transport.is_closing():
+            self.transport.close()
 
     def data_received(self, data: bytes) -> None:
         """Called by the event loop."""
@@ -170,6 +185,7 @@ class Connection(HttpToolsProtocol):
             self._head_bytes = 0  # what came belongs to a body, at least in part
         elif not self.transport.is_closing():
             self._head_bytes += len(data)
+            self._await_head()
             if self._head_bytes > MAX_HEAD:
                 self.send_400_response(f"the request's headers are larger than {MAX_HEAD} bytes")
 

@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from tests.cluster.apiserver.conftest import Platform, Start
 
+from opendsec.server import runner
 from opendsec.server.runner import MAX_HEAD
 from opendsec.wire import codec
 
@@ -65,3 +66,25 @@ async def test_a_long_but_reasonable_head_passes(start: Start) -> None:
     async with start("local") as platform:
         answer = await platform.client.get("/healthz", headers={"x-long": "a" * 12_000})
         assert answer.text == "ok"
+
+
+@pytest.mark.parametrize("requests", [0, 1])
+@pytest.mark.parametrize("head", [b"", b"GET /healthz HTTP/1.1\r\nx-a: b"])
+async def test_a_head_that_does_not_come_closes_the_connection(
+    start: Start, monkeypatch: pytest.MonkeyPatch, requests: int, head: bytes
+) -> None:
+    monkeypatch.setattr(runner, "HEAD_S", 0.3)
+    async with start("local") as platform:
+        reader, writer = await asyncio.open_unix_connection(str(platform.folder / "api.sock"))
+        async with asyncio.timeout(10):
+            for _ in range(requests):
+                writer.write(b"GET /healthz HTTP/1.1\r\nhost: x\r\n\r\n")
+                await reader.readuntil(b"\r\n\r\nok")
+            writer.write(head)
+            if requests and not head:  # an idle connection is kept
+                with pytest.raises(TimeoutError):
+                    async with asyncio.timeout(0.6):
+                        await reader.read(1)
+            else:
+                assert await reader.read(-1) == b""
+        writer.close()

@@ -303,6 +303,14 @@ async def test_no_more_starts_at_once_than_allowed(tmp_path: Path) -> None:
         assert (backend.begun, node.report().creating, node.report().live) == (5, 0, 5)
 
 
+async def test_a_burst_does_not_get_past_the_limit(tmp_path: Path) -> None:
+    limits = AdmissionLimits(memory_floor_mb=0, disk_floor_mb=0, max_live=3)
+    async with edge(tmp_path, limits=limits) as node:
+        outcomes = await asyncio.gather(*(created(node) for _ in range(20)), return_exceptions=True)
+        assert sum(isinstance(one, UnschedulableError) for one in outcomes) == 17
+        assert node.report().live == 3
+
+
 async def test_operation_id_runs_once_also_when_asked_at_the_same_time(node: Node) -> None:
     sandbox = await created(node)
     request = ExecRequest(script="echo x >> /count; cat /count", operation_id="op")
