@@ -22,7 +22,7 @@ from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
 from opendsec.backends.container_policy import HOSTNAME, Shared, host_root, launch_plan
-from opendsec.backends.container_rubbish import remove_contents, remove_quickly
+from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import Templates, find_resolvers
 from opendsec.errors import (
     BackendUnavailableError,
@@ -278,8 +278,7 @@ class ContainerBackend(Backend):
             if self._may_network and self._networks.may_be_attached(slot):
                 await asyncio.to_thread(self._networks.detach, slot)
             remove_disk(state_dir)
-            for directory in (run_dir, state_dir):
-                await _empty(directory)
+            await asyncio.to_thread(_empty, run_dir, state_dir)
             await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
         except TimeoutError as error:
             raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
@@ -488,13 +487,12 @@ def _is_full(path: str) -> bool | None:
     return no_inodes or found.f_bavail * found.f_frsize < FULL_BELOW_BYTES
 
 
-async def _empty(directory: Path) -> None:
-    try:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return
-    try:
-        if not remove_quickly(fd):
-            await asyncio.to_thread(remove_contents, fd)
-    finally:
-        os.close(fd)
+def _empty(*directories: Path) -> None:
+    """Remove what is in them. Blocking: a file system that discards what it frees waits for the disk each time."""
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                remove_contents(fd)
+            finally:
+                os.close(fd)

@@ -7,7 +7,6 @@ the stack nor the descriptor table grows with what was inside.
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 from collections.abc import Iterator
 
@@ -19,41 +18,6 @@ def remove_contents(directory: int) -> None:
     counter = iter(range(1 << 62))
     while _empty(directory, directory, 0, counter):
         pass
-
-
-def remove_quickly(directory: int, *, most: int = 64) -> bool:
-    """Empty it if it holds at most `most` entries in all, which takes microseconds; False: it may hold more.
-
-    What was removed until then stays removed.
-    """
-    left = [most]
-
-    def empty(fd: int, depth: int) -> bool:
-        with os.scandir(fd) as found:
-            entries = [
-                (entry.name, entry.is_dir(follow_symlinks=False)) for entry in itertools.islice(found, left[0] + 1)
-            ]
-        left[0] -= len(entries)
-        return (
-            left[0] >= 0
-            and depth < DEEP
-            and all(remove(fd, name, is_directory, depth) for name, is_directory in entries)
-        )
-
-    def remove(parent: int, name: str, is_directory: bool, depth: int) -> bool:
-        if not is_directory:
-            os.unlink(name, dir_fd=parent)
-            return True
-        fd = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
-        try:
-            done = empty(fd, depth + 1)
-        finally:
-            os.close(fd)
-        if done:
-            os.rmdir(name, dir_fd=parent)
-        return done
-
-    return empty(directory, 0)
 
 
 def _empty(top: int, fd: int, depth: int, counter: Iterator[int]) -> bool:

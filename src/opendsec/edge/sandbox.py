@@ -412,7 +412,7 @@ class Sandbox:
         await self.backend.destroy(
             self.sandbox_id, self.handle, state_dir=self.places.state, run_dir=self.places.run, slot=self.slot
         )
-        await self._parts.journal_writer.run(lambda: _remove_empty(self.places.state, self.places.run))
+        await asyncio.to_thread(_remove_empty, self.places.state, self.places.run)
 
     # The connection
 
