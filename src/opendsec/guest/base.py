@@ -174,7 +174,8 @@ class Guest(ABC):
     async def stat(self, path: str, *, user: str = "") -> GuestStat: ...
 
     @abstractmethod
-    async def list_dir(self, path: str, *, user: str = "") -> list[GuestStat]: ...
+    async def list_dir(self, path: str, *, user: str = "") -> list[GuestStat]:
+        """Its entries, in no order. EOVERFLOW for more than can be held in memory."""
 
     @abstractmethod
     async def mkdir(self, path: str, *, mode: int = 0o755, parents: bool = False, user: str = "") -> None: ...

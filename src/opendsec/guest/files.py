@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Iterator
 from typing import Final
@@ -12,6 +13,8 @@ from opendsec.guest.calls import Call
 from opendsec.guest.protocol import FieldError, FieldValue, pack_fields
 
 _MAX_ENTRY: Final = 64 * 1024
+MAX_LISTED: Final = 100_000
+"""Entries of one directory; more are refused, for they are held in memory on their way."""
 
 
 class Chunks(AsyncIterator[bytes]):
@@ -92,6 +95,8 @@ class FileCalls(ABC):
         try:
             async for chunk in chunks:
                 entries += [_decoded_stat(entry, "") for entry in _entries(reader, chunk)]
+                if len(entries) > MAX_LISTED:
+                    raise GuestError("file", f"{path} has more than {MAX_LISTED} entries", errno.EOVERFLOW)
         finally:
             await chunks.aclose()
         return entries

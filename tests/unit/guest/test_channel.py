@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 
 import pytest
 
+from opendsec.guest import files
 from opendsec.guest import protocol as p
 from opendsec.guest.base import Exit, GuestError, GuestLostError, Output, StartCommand, StdinTaken
 from opendsec.guest.channel import Channel, connect, greet
@@ -263,3 +265,19 @@ async def test_command_ids_are_checked(pair: tuple[Channel, Liar]) -> None:
             await channel.start(bad, COMMAND)
     with pytest.raises(ValueError, match="command_id"):
         channel.events(5)
+
+
+async def test_a_directory_without_end_is_refused(pair: tuple[Channel, Liar], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "MAX_LISTED", 10)
+    channel, liar = pair
+    numbers = [(tag, 0) for tag in (p.T_MODE, p.T_SIZE, p.T_MTIME_NS, p.T_UID, p.T_GID)]
+    fields = p.pack_fields([(p.T_NAME, "x"), (p.T_KIND, "file"), *numbers])
+    entry = len(fields).to_bytes(4, "little") + fields
+    async with asyncio.TaskGroup() as group:
+        listing = group.create_task(_error(lambda: channel.list_dir("/many")))
+        call, _ = await liar.receive(p.FS)
+        await liar.send(*(pack_frame(p.DATA, call, entry) for _ in range(11)))
+        await liar.receive(p.CANCEL)
+    error = listing.result()
+    assert isinstance(error, GuestError)
+    assert (error.errno, "more than 10 entries" in str(error)) == (errno.EOVERFLOW, True)
