@@ -153,7 +153,8 @@ def described() -> list[HTTPRouteHandler]:
 
 def _marked(kind: Any, marker: object) -> Any:
     """`Annotated[kind, marker]` for a type that is only known at run time."""
-    return Annotated.__class_getitem__((kind, marker))  # type: ignore[attr-defined]
+    form: Any = Annotated  # a subscription works in every Python; how it is done inside changed with 3.13
+    return form[kind, marker]
 
 
 def _handler(endpoint: Endpoint) -> HTTPRouteHandler:

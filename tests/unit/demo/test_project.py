@@ -38,3 +38,10 @@ def test_an_entry_that_leads_outside_is_refused(tmp_path: Path, name: str) -> No
 def test_another_archive_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DigestMismatchError, match=r"is not simpleeval"):
         project.check_digest(archive(tmp_path, {"p/a": b""}))
+
+
+def test_the_reason_pip_gives_is_its_error_and_not_the_hint_below() -> None:
+    said = "  error: subprocess-exited-with-error\nERROR: No matching distribution found for x\nnote: not a problem with pip\n"
+    assert project.reason_of(said) == "ERROR: No matching distribution found for x"
+    assert project.reason_of("\n  killed \n") == "killed"
+    assert project.reason_of("") == "it said nothing"
