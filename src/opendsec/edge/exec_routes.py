@@ -22,7 +22,8 @@ from opendsec.edge.requests import flag, integer, nothing_else, number, project_
 from opendsec.edge.sandbox import Sandbox
 from opendsec.guest.base import GuestError
 from opendsec.model.command import ExecRequest, PtySize, check_exec
-from opendsec.server.asgi import Receive, Scope, Send, body_chunks, query, read_body, send_json
+from opendsec.server.asgi import Receive, Scope, Send, query, read_body, send_json
+from opendsec.server.streams import while_uploading
 from opendsec.wire import codec
 from opendsec.wire.contracts import (
     EXEC_ERROR,
@@ -98,7 +99,9 @@ class ExecRoutes:
         offset, eof = integer(asked, "offset"), flag(asked, "eof")
         nothing_else(asked)
         async with sandbox.working():
-            status = await sandbox.commands.write_stdin(command, offset, body_chunks(receive), eof=eof)
+            status = await while_uploading(
+                receive, lambda chunks: sandbox.commands.write_stdin(command, offset, chunks, eof=eof)
+            )
         await send_json(send, status)
 
     async def signal(self, sandbox_id: str, command_id: str, scope: Scope, receive: Receive, send: Send) -> None:

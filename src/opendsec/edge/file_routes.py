@@ -19,8 +19,8 @@ from opendsec.edge.sandbox import Sandbox
 from opendsec.guest.base import Guest, GuestError, GuestStat
 from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
 from opendsec.model.spec import check_path
-from opendsec.server.asgi import Receive, Scope, Send, body_chunks, query, read_body, send_json
-from opendsec.server.streams import ndjson, send_stream
+from opendsec.server.asgi import Receive, Scope, Send, query, read_body, send_json
+from opendsec.server.streams import ndjson, send_stream, while_uploading
 from opendsec.wire import codec
 from opendsec.wire.contracts import (
     MAX_JSON_BODY,
@@ -73,7 +73,9 @@ class FileRoutes:
         nothing_else(asked)
         async with sandbox.working() as guest:
             with file_errors(path):
-                stat = await guest.write_file(path, body_chunks(receive), mode=mode, parents=parents, user=user)
+                stat = await while_uploading(
+                    receive, lambda chunks: guest.write_file(path, chunks, mode=mode, parents=parents, user=user)
+                )
         await send_json(send, file_stat(stat, path))
 
     async def pack(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +93,7 @@ class FileRoutes:
         nothing_else(asked)
         async with sandbox.working() as guest:
             with file_errors(path):
-                files, size = await guest.unpack(path, body_chunks(receive), user=user)
+                files, size = await while_uploading(receive, lambda chunks: guest.unpack(path, chunks, user=user))
         await send_json(send, TreeStatus(files=files, bytes=size))
 
     async def watch(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -8,7 +8,7 @@ nobody takes half for whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterable, Coroutine, Mapping
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, TypeVar
 
@@ -71,6 +71,37 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
             watch = group.create_task(raise_when_gone(receive))
             result = await work
             watch.cancel()
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    return result
+
+
+async def while_uploading(receive: Receive, work: Callable[[AsyncIterator[bytes]], Coroutine[Any, Any, T]]) -> T:
+    """The result of `work`, which is given the request body as it arrives.
+
+    It is cancelled when the client leaves (ClientGoneError), also when it has the whole body and is still busy with it.
+    """
+    whole = asyncio.Event()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        while not whole.is_set():
+            message = await receive()
+            if message["type"] == "http.disconnect":
+                raise ClientGoneError("the client left before its request body was whole")
+            if not message.get("more_body", False):
+                whole.set()
+            if chunk := message.get("body", b""):
+                yield chunk
+
+    async def watch() -> None:
+        await whole.wait()
+        await raise_when_gone(receive)
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            watching = group.create_task(watch())
+            result = await work(chunks())
+            watching.cancel()
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
     return result

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from opendsec.edge.sandbox import Sandbox
 from opendsec.errors import ExecError
 from opendsec.guest.base import GuestError
 from opendsec.model.command import ExecRequest
+from opendsec.server.asgi import ClientGoneError
 from opendsec.wire import codec
 from opendsec.wire.contracts import EXEC_ERROR, EXEC_KEEPALIVE, EXEC_RESULT, EXEC_STARTED, EXEC_STDOUT
 from opendsec.wire.frames import Frame, FrameParser
@@ -60,6 +61,15 @@ class Client:
 
 async def start(node: Node, sandbox: Sandbox, client: Client) -> None:
     await ExecRoutes(node).start(sandbox.sandbox_id, client.scope, client.receive, client.send)
+
+
+async def gone(route: Awaitable[None]) -> bool:
+    """Whether it ended because the client had gone."""
+    try:
+        await route
+    except ClientGoneError:
+        return True
+    return False
 
 
 def asking(script: str) -> bytes:
@@ -125,6 +135,22 @@ async def test_refusal_after_the_stream_began_is_its_last_frame(node: Node, monk
     kinds = [frame.type for frame in client.frames()]
     assert (kinds, client.over) == ([EXEC_STARTED, EXEC_ERROR], True)
     assert b'"no_shell"' in client.frames()[-1].payload
+
+
+async def test_stdin_nobody_reads_is_given_up_when_its_sender_leaves(node: Node) -> None:
+    sandbox = await created(node)
+    command = await sandbox.submit(ExecRequest(script="sleep 1000", stdin=True))
+    await until(lambda: command.given)
+    client = Client("/", b"x" * 600_000, query="offset=0")
+    async with asyncio.timeout(5), asyncio.TaskGroup() as group:
+        writing = group.create_task(
+            gone(ExecRoutes(node).stdin(sandbox.sandbox_id, "cmd-1", client.scope, client.receive, client.send))
+        )
+        await until(command.stdin.turn.locked)
+        client.left.set()
+    assert writing.result()
+    assert not command.stdin.turn.locked()
+    assert sandbox.life.busy == 1  # the command itself
 
 
 async def test_a_refusal_told_twice_belongs_to_each_request(node: Node) -> None:
