@@ -258,6 +258,10 @@ class Sandbox:
     def work_ended(self) -> None:
         self.apply(lifecycle.WorkEnded(time.monotonic()))
 
+    def used(self) -> None:
+        """An operation that needs nothing running."""
+        self.apply(lifecycle.Used(time.monotonic()))
+
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
         self._parts.spawn(work, f"{self.sandbox_id}-{name}")
 
@@ -404,9 +408,10 @@ class Sandbox:
         if self.handle is not None:
             await self.backend.stop(self.handle, grace_s=0.0)
         if self._guest is not None:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(LAST_OUTPUT_S if self.commands.running else 0):
-                    await self._guest.wait_closed()
+            if self.commands.running:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_OUTPUT_S):
+                        await self._guest.wait_closed()
             await self._guest.aclose()
         await self.commands.wait_idle()
         await self.backend.destroy(

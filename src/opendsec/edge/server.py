@@ -1,6 +1,6 @@
 """The edge's HTTP server: which request goes where (`wire.contracts` is the contract).
 
-Creates, commands and files are raw ASGI; the rest are plain Litestar handlers, each decode → one call → encode.
+Creates, ends, commands and files are raw ASGI; the rest are plain Litestar handlers, each decode → one call → encode.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
 
-from litestar import Request, delete, get, patch, post
+from litestar import Request, get, patch, post
 
 from opendsec import errors
-from opendsec.edge.create_routes import CreateRoutes
 from opendsec.edge.exec_routes import ExecRoutes
 from opendsec.edge.file_routes import VERBS, FileRoutes
+from opendsec.edge.life_routes import LifeRoutes
 from opendsec.edge.node import Node
 from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
@@ -37,7 +37,6 @@ def edge_app(node: Node, *, version: str, verify: Verify | None) -> ASGIApp:
             list_sandboxes,
             get_sandbox,
             update_sandbox,
-            delete_sandbox,
             pause_sandbox,
             resume_sandbox,
             list_images,
@@ -55,10 +54,10 @@ class RawPaths:
     """Finds the raw route of a request; None leaves it to Litestar."""
 
     def __init__(self, node: Node) -> None:
-        create, execs, files = CreateRoutes(node), ExecRoutes(node), FileRoutes(node)
+        self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
         self._top: dict[tuple[str, str], ASGIApp] = {
-            ("POST", "sandboxes"): create.one,
-            ("POST", "sandbox-batches"): create.batch,
+            ("POST", "sandboxes"): self._lives.create,
+            ("POST", "sandbox-batches"): self._lives.create_batch,
         }
         self._commands: dict[str, Callable[..., Any]] = {"POST": execs.start, "GET": execs.list}
         self._command: dict[tuple[str, str], Callable[..., Any]] = {
@@ -85,10 +84,13 @@ class RawPaths:
         method = scope["method"]
         if len(parts) == 3:
             return self._top.get((method, parts[2]))
-        if len(parts) < 5 or parts[2] != "sandboxes":
+        if len(parts) < 4 or parts[2] != "sandboxes":
             return None
-        route = self._below(method, parts)
+        route = self._below(method, parts) if len(parts) > 4 else self._itself(method, parts[3])
         return None if route is None else _told_whose(parts[3], route)
+
+    def _itself(self, method: str, sandbox_id: str) -> ASGIApp | None:
+        return partial(self._lives.end, sandbox_id) if method == "DELETE" else None
 
     def _below(self, method: str, parts: list[str]) -> ASGIApp | None:
         found: Callable[..., Any] | None = None
@@ -207,14 +209,6 @@ async def update_sandbox(request: _Asked, sandbox_id: str, data: UpdateRequest) 
     if data.labels is not None:
         check_labels(data.labels)
     await sandbox.update(lifetime=data.lifetime, labels=data.labels)
-    return sandbox.status()
-
-
-@delete("/v1/sandboxes/{sandbox_id:str}", status_code=200, summary="End a sandbox")
-async def delete_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
-    """Answered when nothing of it is left; repeating it is harmless."""
-    sandbox = _sandbox(request, sandbox_id)
-    await sandbox.delete()
     return sandbox.status()
 
 

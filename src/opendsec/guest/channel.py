@@ -224,6 +224,8 @@ class Channel(FileCalls, Guest):
 
     async def _closed_within(self, timeout_s: float) -> None:
         """Waits for the end of the connection, and makes it one when the guest does not do its part."""
+        if self.link.closed.is_set():
+            return
         try:
             async with asyncio.timeout(timeout_s):
                 await self.link.closed.wait()

@@ -109,7 +109,7 @@ class SandboxNetwork:
 
     def may_be_attached(self, slot: int) -> bool:
         """Whether the slot's link exists; one cheap look."""
-        return Path(f"/sys/class/net/{self._links}{slot}").exists()
+        return os.path.lexists(f"/sys/class/net/{self._links}{slot}")
 
     def detach(self, slot: int) -> None:
         """Remove the slot's link if it is still there (it goes with the namespace by itself)."""

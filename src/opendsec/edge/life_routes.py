@@ -1,4 +1,4 @@
-"""Creating sandboxes over HTTP, one or many. Raw ASGI, because bursts pass here.
+"""Creating sandboxes over HTTP, one or many, and ending them. Raw ASGI, because bursts pass here.
 
 A batch is created by a bounded number of workers and answered line by line as sandboxes become ready; a client that
 reads slowly slows the batch down. When the client leaves, nothing more is begun; what has been begun stays.
@@ -31,14 +31,14 @@ BATCH_WORKERS = 64
 BACKLOG_LINES = 1024
 
 
-class CreateRoutes:
-    """`POST /v1/sandboxes` and `POST /v1/sandbox-batches`."""
+class LifeRoutes:
+    """`POST /v1/sandboxes`, `POST /v1/sandbox-batches` and `DELETE /v1/sandboxes/{id}`."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._edge = node.settings.edge
 
-    async def one(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST sandboxes"""
         request = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), CreateRequest)
         sandbox_id = sandbox_id_for(scope, self._edge, request.sandbox_id)
@@ -46,7 +46,7 @@ class CreateRoutes:
         sandbox = await self._ready(request.spec, project, sandbox_id, timeout_of(scope))
         await send_json(send, sandbox.status(), status=201)
 
-    async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def create_batch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST sandbox-batches"""
         request = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), BatchRequest)
         check_batch(request)
@@ -57,6 +57,13 @@ class CreateRoutes:
             request.spec, project_of(scope) or DEFAULT_PROJECT, ids, timeout_of(scope), request_id(scope)
         )
         await send_stream(receive, send, lines, media_type=NDJSON_MEDIA_TYPE)
+
+    async def end(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
+        """DELETE sandboxes/{id}: answered when nothing of it is left; repeating it is harmless."""
+        del receive
+        sandbox = self._node.get(sandbox_id, project=project_of(scope))
+        await sandbox.delete()
+        await send_json(send, sandbox.status())
 
     async def _ready(self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, timeout_s: float | None) -> Sandbox:
         sandbox: Sandbox | None = None
