@@ -25,6 +25,7 @@ from opendsec.model.ids import new_token
 KEY_PREFIX = "odk_"
 CACHE_S = 5.0
 _MAX_CACHED = 10_000
+_KEY = re.compile(KEY_PREFIX + r"[A-Za-z0-9_-]{43}\Z")
 _PROJECT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 
 
@@ -104,6 +105,8 @@ class Iam:
 
     async def verify(self, token: str) -> Principal:
         """The principal of a key. Raises UnauthorizedError, alike for every wrong key."""
+        if not _KEY.match(token):
+            raise _unknown_key()  # whoever guesses does not keep the store busy
         digest = hash_key(token)
         cached = self._cache.get(digest)
         if cached is not None and cached[0] > self._clock():
@@ -111,7 +114,7 @@ class Iam:
         principal = await self._storage.run(lambda connection: _find_key(connection, digest))
         if principal is None:
             self._cache.pop(digest, None)
-            raise errors.UnauthorizedError("the API key is not known", remedy="make one with POST /v1/keys")
+            raise _unknown_key()
         if len(self._cache) >= _MAX_CACHED:
             self._cache.clear()
         self._cache[digest] = (self._clock() + CACHE_S, principal)
@@ -159,6 +162,10 @@ class Iam:
         if not removed:
             raise errors.NotFoundError(f"no key {key_id[:80]!r}", detail={"field": "key_id"})
         self._cache = {digest: entry for digest, entry in self._cache.items() if entry[1].key_id != key_id}
+
+
+def _unknown_key() -> errors.UnauthorizedError:
+    return errors.UnauthorizedError("the API key is not known", remedy="make one with POST /v1/keys")
 
 
 def _find_key(connection: sa.Connection, digest: str) -> Principal | None:

@@ -65,8 +65,9 @@ class ExecRoutes:
         body = await read_body(scope, receive, limit=MAX_JSON_BODY)
         command = await sandbox.submit(check_exec(codec.decode(body, ExecRequest)))
         if not detach:
-            await self._follow(sandbox.commands, command, (0, 0), receive, send)
+            await self._follow(sandbox, command, (0, 0), receive, send)
             return
+        sandbox.used()
         event = command.watch()
         try:
             await _await_start(command, event)
@@ -90,7 +91,7 @@ class ExecRoutes:
         asked = query(scope)
         offsets = (integer(asked, "stdout") or 0, integer(asked, "stderr") or 0)
         nothing_else(asked)
-        await self._follow(sandbox.commands, command, offsets, receive, send)
+        await self._follow(sandbox, command, offsets, receive, send)
 
     async def stdin(self, sandbox_id: str, command_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         """POST commands/{cid}/stdin"""
@@ -148,15 +149,17 @@ class ExecRoutes:
         return sandbox, sandbox.commands.get(command_id)
 
     async def _follow(
-        self, book: CommandBook, command: Command, offsets: tuple[int, int], receive: Receive, send: Send
+        self, sandbox: Sandbox, command: Command, offsets: tuple[int, int], receive: Receive, send: Send
     ) -> None:
+        sandbox.used()
         event = command.watch()
         try:
             await _await_start(command, event)
             await send({"type": "http.response.start", "status": 200, "headers": _HEAD})
-            await _Follower(book, command, offsets, receive, send).run(event)
+            await _Follower(sandbox.commands, command, offsets, receive, send).run(event)
         finally:
             command.unwatch(event)
+            sandbox.used()
 
 
 class _Follower:

@@ -90,6 +90,11 @@ class WorkEnded(Event):
 
 
 @dataclass(frozen=True, slots=True)
+class Used(Event):
+    """Somebody took what a command had written, or asked for one again. Never refused."""
+
+
+@dataclass(frozen=True, slots=True)
 class PauseRequested(Event):
     pass
 
@@ -280,6 +285,10 @@ def _work_ended(life: Life, event: WorkEnded) -> Step:
     return replace(life, busy=max(0, life.busy - 1), used_at=event.at), ()
 
 
+def _used(life: Life, event: Used) -> Step:
+    return replace(life, used_at=event.at), ()
+
+
 def _pause_requested(life: Life, event: PauseRequested) -> Step:
     if life.state in (SandboxState.PAUSING, SandboxState.PAUSED):
         return life, ()
@@ -357,6 +366,7 @@ _RULES: dict[type[Event], Callable[[Life, Any], Step]] = {
     StartFailed: _start_failed,
     WorkBegun: _work_begun,
     WorkEnded: _work_ended,
+    Used: _used,
     PauseRequested: _pause_requested,
     Paused: _paused,
     PauseFailed: _pause_failed,

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.edge.edges import created, edge, until
+from tests.unit.edge.edges import created, dummy_spec, edge, until
 
 from opendsec.edge import exec_routes
 from opendsec.edge.exec_routes import ExecRoutes
@@ -17,6 +17,7 @@ from opendsec.edge.sandbox import Sandbox
 from opendsec.errors import ExecError
 from opendsec.guest.base import GuestError
 from opendsec.model.command import ExecRequest
+from opendsec.model.spec import Lifetime
 from opendsec.server.asgi import ClientGoneError
 from opendsec.wire import codec
 from opendsec.wire.contracts import EXEC_ERROR, EXEC_KEEPALIVE, EXEC_RESULT, EXEC_STARTED, EXEC_STDOUT
@@ -151,6 +152,19 @@ async def test_stdin_nobody_reads_is_given_up_when_its_sender_leaves(node: Node)
     assert writing.result()
     assert not command.stdin.turn.locked()
     assert sandbox.life.busy == 1  # the command itself
+
+
+async def test_taking_output_of_an_ended_command_starts_the_idle_time_anew(node: Node) -> None:
+    sandbox = await created(node, dummy_spec(lifetime=Lifetime(ttl_running_stop=1000)))
+    body = codec.encode(ExecRequest(script="echo hi", operation_id="op"))
+    await start(node, sandbox, Client("/", body))
+    before = sandbox.life.used_at
+    await start(node, sandbox, Client("/", body))
+    again = sandbox.life.used_at
+    client = Client("/")
+    await ExecRoutes(node).output(sandbox.sandbox_id, "cmd-1", client.scope, client.receive, client.send)
+    assert before < again < sandbox.life.used_at
+    assert sandbox.life.busy == 0
 
 
 async def test_a_refusal_told_twice_belongs_to_each_request(node: Node) -> None:

@@ -199,7 +199,7 @@ class AnyLife(RuleBasedStateMachine):
         self.doing.discard(Pending.REMOVE)
         self.feed(lc.Removed(self.now))
 
-    @rule(event=st.sampled_from([lc.WorkBegun, lc.WorkEnded, lc.PauseRequested, lc.ResumeRequested]))
+    @rule(event=st.sampled_from([lc.WorkBegun, lc.WorkEnded, lc.Used, lc.PauseRequested, lc.ResumeRequested]))
     def somebody_asks(self, event: type[lc.Event]) -> None:
         self.feed(event(self.now))
 
