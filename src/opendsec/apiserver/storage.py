@@ -7,11 +7,14 @@ threads.
 from __future__ import annotations
 
 import asyncio
+import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 import sqlalchemy as sa
+
+from opendsec import errors
 
 T = TypeVar("T")
 _THREADS = 8
@@ -26,14 +29,27 @@ class Storage:
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="storage")
 
     async def run(self, work: Callable[[sa.Connection], T]) -> T:
-        """Run `work` in one transaction: committed when it returns, rolled back when it raises."""
+        """Run `work` in one transaction: committed when it returns, rolled back when it raises.
+
+        Raises DiskFullError, or NodeError for another failure of the database.
+        """
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._transaction, work)
 
     def _transaction(self, work: Callable[[sa.Connection], T]) -> T:
-        with self._engine.begin() as connection:
-            return work(connection)
+        try:
+            with self._engine.begin() as connection:
+                return work(connection)
+        except sa.exc.OperationalError as exc:
+            raise _node_error(exc) from exc
 
     def close(self) -> None:
         """Wait for what is running and close the connections."""
         self._threads.shutdown(wait=True)
         self._engine.dispose()
+
+
+def _node_error(exc: sa.exc.OperationalError) -> errors.NodeError:
+    reason = str(exc.orig)
+    if getattr(exc.orig, "sqlite_errorcode", None) == sqlite3.SQLITE_FULL:
+        return errors.DiskFullError(f"the apiserver's database cannot grow: {reason}", remedy="free space on its disk")
+    return errors.NodeError(f"the apiserver's database failed: {reason}")

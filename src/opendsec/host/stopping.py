@@ -13,11 +13,13 @@ import os
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.host import processes
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
+from opendsec.linux.mount import mountinfo, unmount
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
 from opendsec.store.images import ImageStore
@@ -63,7 +65,7 @@ async def stop_platform(
     layers = await asyncio.to_thread(_unmount_layers, local)
     edge_files = local.run_dir / "edge" / local.edge
     if edge_files.is_dir():
-        await asyncio.to_thread(shutil.rmtree, edge_files)
+        await asyncio.to_thread(_remove_edge_files, edge_files)
     clear_run_files(local)
     return Stopped(sandboxes=stopping.ended, processes=ended, layers=layers)
 
@@ -81,7 +83,7 @@ class _Stopping:
     async def stop_sandboxes(self, environment: Mapping[str, str]) -> None:
         """Starts the edge for it when it does not run and may have left some."""
         if processes.pid_of(self.local, EDGE) is None:
-            if not _was_started(self.local):
+            if not may_have_sandboxes(self.local):
                 return
             quiet = {**environment, "OPENDSEC_LOG_LEVEL": "error"}
             _, pidfd = processes.spawn(self.local, EDGE, quiet)
@@ -121,9 +123,11 @@ async def _live(link: EdgeLink) -> list[SandboxStatus]:
         cursor = page.cursor
 
 
-def _was_started(local: Local) -> bool:
-    """A clean stop removes up.json, and a reboot, which leaves no process, empties the run directory."""
-    return (local.run_dir / "up.json").exists() and (local.edge_state / "sandboxes").is_dir()
+def may_have_sandboxes(local: Local) -> bool:
+    """A clean stop removes these, and a reboot, which leaves no process, empties the run directory."""
+    boxes = local.run_dir / "sbx"
+    begun = (local.run_dir / "up.json").exists() and (local.edge_state / "sandboxes").is_dir()
+    return begun or (boxes.is_dir() and any(boxes.iterdir()))
 
 
 def _unmount_layers(local: Local) -> int:
@@ -135,6 +139,13 @@ def _unmount_layers(local: Local) -> int:
         left.unlink()  # its lock file
     root.rmdir()
     return count
+
+
+def _remove_edge_files(folder: Path) -> None:
+    """What an edge that was killed left mounted goes first."""
+    for entry in reversed([entry for entry in mountinfo() if Path(entry.target).is_relative_to(folder)]):
+        unmount(Path(entry.target), detach=True)
+    shutil.rmtree(folder)
 
 
 def clear_run_files(local: Local) -> None:

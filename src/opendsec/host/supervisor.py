@@ -24,7 +24,7 @@ from opendsec.apiserver.link import EdgeLink
 from opendsec.host import processes
 from opendsec.host.keys import ensure_local_key
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local, chosen, lock, remember, write_private
-from opendsec.host.stopping import Stopped, clear_run_files, stop_platform
+from opendsec.host.stopping import Stopped, clear_run_files, may_have_sandboxes, stop_platform
 from opendsec.linux.process import identify, reap, wait_ended
 from opendsec.model.node import NodeReport
 from opendsec.server.logs import configure
@@ -67,18 +67,25 @@ class Supervisor:
         pause = FIRST_PAUSE_S
         while True:
             begun = now()
-            pid, pidfd = processes.spawn(self.local, name, self.environment)
-            log.info("process_started", extra={"fields": {"process": name, "pid": pid}})
-            try:
-                await wait_ended(pidfd)
-            finally:
-                os.close(pidfd)
-            status = reap(pid)
+            status = await self._run_once(name)
             if not self.ready:
                 raise NotReadyError(f"{name} ended with status {status} before it was ready", detail={"process": name})
             pause = FIRST_PAUSE_S if now() - begun > STEADY_S else min(pause * 2, LONGEST_PAUSE_S)
             log.warning("process_ended", extra={"fields": {"process": name, "status": status, "again_in_s": pause}})
             await asyncio.sleep(pause)
+
+    async def _run_once(self, name: str) -> int | str | None:
+        """How it ended, or why the machine could not start it just now (a burst of processes can fill it)."""
+        try:
+            pid, pidfd = processes.spawn(self.local, name, self.environment)
+        except OSError as exc:
+            return f"not started: {exc.strerror}"
+        log.info("process_started", extra={"fields": {"process": name, "pid": pid}})
+        try:
+            await wait_ended(pidfd)
+        finally:
+            os.close(pidfd)
+        return reap(pid)
 
     async def announce(self, key: str, on_ready: Callable[[NodeReport], None]) -> None:
         """Wait until both answer, then say so. Raises NotReadyError."""
@@ -154,6 +161,7 @@ async def supervise(
         own = identify(os.getpid())
         assert own is not None
         write_private(local.pid_file(SUPERVISOR), f"{own.pid} {own.start_ticks}".encode("ascii"))
+        others = may_have_sandboxes(local)
         remember(local)
         supervisor = Supervisor(local, environment)
         with supervisor.listening():
@@ -163,9 +171,11 @@ async def supervise(
                 key = await asyncio.to_thread(ensure_local_key, local)
                 await supervisor.run(key, on_ready)
             except BaseException:
-                for name in (APISERVER, EDGE):
-                    await processes.end(local, name)
-                clear_run_files(local)
+                if not supervisor.ready:
+                    for name in (APISERVER, EDGE):
+                        await processes.end(local, name)
+                if not (supervisor.ready or others):
+                    clear_run_files(local)  # otherwise sandboxes may live, and are found again by them
                 raise
             if not supervisor.let_go:
                 on_stopped(await stop_platform(local, environment))

@@ -180,6 +180,21 @@ def test_a_start_that_fails_says_why_and_leaves_nothing(machine: Machine) -> Non
     assert machine.opendsec("up", "-d").returncode == 0
 
 
+def test_a_start_that_fails_over_what_was_killed_does_not_forget_it(machine: Machine) -> None:
+    machine.opendsec("up", "-d")
+    with machine.client() as client:
+        client.post("/v1/sandboxes", json={"spec": {"image": "debian", "backend": "dummy"}})
+    for name in ("supervisor", "apiserver", "edge"):
+        os.kill(machine.pid(name), signal.SIGKILL)
+    until(lambda: not alive(machine.pid("apiserver")))
+    with socket.create_server(("127.0.0.1", machine.port)):
+        assert machine.opendsec("up", "-d").returncode != 0
+    assert (machine.run_dir / "up.json").exists()
+    assert machine.json("down")["failed"] == []
+    assert not machine.run_dir.exists()
+    assert not list((machine.folder / "state" / "edge" / "local" / "sandboxes").glob("*/box"))
+
+
 def test_a_pid_of_somebody_else_is_never_signalled(machine: Machine) -> None:
     with subprocess.Popen(["/bin/sleep", "60"]) as stranger:
         machine.run_dir.mkdir(parents=True)

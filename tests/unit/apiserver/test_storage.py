@@ -48,6 +48,19 @@ def test_migrations_and_tables_agree(migrated: Path) -> None:
     engine.dispose()
 
 
+async def test_a_full_disk_and_other_failures_have_a_type(storage: Storage) -> None:
+    def fill(connection: sa.Connection) -> None:
+        pages = connection.execute(sa.text("PRAGMA page_count")).scalar_one()
+        connection.execute(sa.text(f"PRAGMA max_page_count = {pages}"))
+        connection.execute(sa.text("CREATE TABLE large (x BLOB)"))
+        connection.execute(sa.text("INSERT INTO large VALUES (zeroblob(1000000))"))
+
+    with pytest.raises(errors.DiskFullError):
+        await storage.run(fill)
+    with pytest.raises(errors.NodeError, match="no such table"):
+        await storage.run(lambda connection: connection.execute(sa.text("SELECT * FROM nowhere")))
+
+
 @pytest.mark.parametrize("url", ["", "nonsense", "mysql+nothing://x", "sqlite3:///x"])
 def test_an_unusable_url_is_named(url: str) -> None:
     with pytest.raises(errors.InvalidSpecError) as caught:
