@@ -214,6 +214,7 @@ class Worker:
                 continue
             if self.rng.random() < 0.05:
                 await self.create_and_delete(client)
+                continue
             box = self.boxes.pop(self.rng.randrange(len(self.boxes)))
             for _ in range(self.rng.randint(1, 6)):
                 await self.step(box)
