@@ -5,7 +5,6 @@ Everything about one sandbox goes through `forward` and never comes here.
 
 from __future__ import annotations
 
-import asyncio
 from dataclasses import dataclass
 from typing import Annotated, Any
 
@@ -21,7 +20,7 @@ from opendsec.apiserver.listing import Listing
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import check_spec
 from opendsec.server.asgi import Receive, Scope, Send, header, principal, request_id
-from opendsec.server.streams import AsgiAnswer, first_failure, raise_when_gone, while_connected
+from opendsec.server.streams import AsgiAnswer, while_connected
 from opendsec.wire.contracts import (
     HEADER_IDEMPOTENCY,
     HEADER_TIMEOUT,
@@ -140,13 +139,7 @@ async def send_batch(batches: Batches, data: BatchRequest, caller: Caller, recei
             await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": lines, "more_body": True})
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            watch = group.create_task(raise_when_gone(receive))
-            await batches.run(data, caller, deliver)
-            watch.cancel()
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
+    await while_connected(receive, batches.run(data, caller, deliver))
     await send({"type": "http.response.body", "body": b""})
 
 

@@ -148,8 +148,8 @@ class Node:
             )
             self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
             await self._recover()
-            group.spawn(self._measure_again_and_again(), "facts")
-            group.spawn(self._timers.run(), "timers")
+            group.spawn(self._measure_again_and_again(), "facts", vital=True)
+            group.spawn(self._timers.run(), "timers", vital=True)
             self._stack = stack.pop_all()
         return self
 
@@ -438,7 +438,8 @@ class Node:
 
 class _CancelledAtExit:
     """A task group whose tasks are cancelled when the block is left, and whose tasks' failures are logged, not
-    spread.
+    spread. The failure of a vital one ends the block: an edge without time limits would lie, and the next one takes
+    everything over.
     """
 
     def __init__(self) -> None:
@@ -458,8 +459,8 @@ class _CancelledAtExit:
             task.cancel()
         await self._group.__aexit__(None, None, None)
 
-    def spawn(self, work: Coroutine[Any, Any, None], name: str) -> asyncio.Task[None]:
-        task = self._group.create_task(_logged(work, name), name=name)
+    def spawn(self, work: Coroutine[Any, Any, None], name: str, *, vital: bool = False) -> asyncio.Task[None]:
+        task = self._group.create_task(work if vital else _logged(work, name), name=name)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         # One cancelled before its first step has never touched its work.

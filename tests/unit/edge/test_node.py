@@ -21,6 +21,7 @@ from opendsec.edge import node as node_module
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, Slots
+from opendsec.edge.timers import Timers
 from opendsec.errors import (
     CapacityError,
     ConflictError,
@@ -132,6 +133,18 @@ async def test_a_store_that_cannot_be_read_does_not_stop_the_measuring(
     backends = {BackendKind.DUMMY: DummyBackend()}
     async with Node(settings_below(tmp_path), backends=backends, images=Damaged()):
         await until(lambda: asked > 3)
+
+
+async def test_an_edge_that_lost_its_timers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_: object) -> None:
+        await asyncio.sleep(0)
+        raise RuntimeError("no more time")
+
+    monkeypatch.setattr(Timers, "run", broken)
+    with pytest.raises(ExceptionGroup) as raised:
+        async with asyncio.timeout(5), edge(tmp_path):
+            await asyncio.Event().wait()
+    assert raised.group_contains(RuntimeError, match="no more time")
 
 
 class Stuck(DummyBackend):
