@@ -14,10 +14,11 @@
 
 #include "loop.h"
 
-enum { BUCKETS = 128 };
+enum { BUCKETS = 128, MAX_AT_ONCE = 256 };
 
 static struct child *buckets[BUCKETS];
 static struct source signals = {.fd = -1};
+static struct timer again;
 
 static struct child **find(pid_t pid) {
     struct child **at = &buckets[(unsigned)pid % BUCKETS];
@@ -40,18 +41,25 @@ void child_forget(struct child *child) {
     child->pid = 0;
 }
 
-static void reap_ready(struct source *source, uint32_t events) {
-    (void)events;
-    struct signalfd_siginfo info;
-    while (read(source->fd, &info, sizeof info) > 0) continue;
+/* Orphans can come faster than they are reaped: the loop must get its turn all the same, or no timeout would fire. */
+static void reap_some(struct timer *timer) {
     struct rusage usage;
     int status;
-    for (pid_t pid; (pid = wait4(-1, &status, WNOHANG | __WALL, &usage)) > 0;) {
+    for (int i = 0; i < MAX_AT_ONCE; i++) {
+        pid_t pid = wait4(-1, &status, WNOHANG | __WALL, &usage);
+        if (pid <= 0) return;
         struct child *child = *find(pid);
         if (!child) continue;
         child_forget(child);
         child->exited(child, status, &usage);
     }
+    timer_set(timer, 0, reap_some);
+}
+
+static void reap_ready(struct source *source, uint32_t events) {
+    (void)events;
+    struct signalfd_siginfo info;
+    if (read(source->fd, &info, sizeof info) > 0) reap_some(&again); /* one at most is pending */
 }
 
 bool reap_has_children(void) {
