@@ -23,6 +23,7 @@ enum {
     PUMP_LIMIT = 32,
     HELLO_MS = 10000,
     MAX_WAITING = 8,
+    RELISTEN_MS = 100,
 };
 
 struct conn {
@@ -38,6 +39,7 @@ struct conn {
 static struct conn *conns, *live;
 static struct sender senders = {&senders, &senders, NULL};
 static struct source listener = {.fd = -1};
+static struct timer listen_timer;
 static bool listening_on_vsock;
 
 bool conn_is_live(void) { return live != NULL; }
@@ -59,6 +61,11 @@ void sender_stop(struct sender *sender) {
 
 static bool out_append(struct conn *conn, const char *bytes, size_t length) {
     if (conn->out_start == conn->out_end) conn->out_start = conn->out_end = 0;
+    if (conn->out_room - conn->out_end < length && conn->out_start) { /* a host that is always a little behind never empties it */
+        memmove(conn->out, conn->out + conn->out_start, conn->out_end - conn->out_start);
+        conn->out_end -= conn->out_start;
+        conn->out_start = 0;
+    }
     if (conn->out_room - conn->out_end < length) {
         size_t room = conn->out_end + length + GATHER;
         char *grown = realloc(conn->out, room);
@@ -82,6 +89,9 @@ static size_t out_flush(struct conn *conn, struct iovec *pieces, int count) {
         else if (errno != EINTR) conn->dead = true;
         return 0;
     }
+    size_t wanted = 0;
+    for (int i = 0; i <= count; i++) wanted += all[i].iov_len;
+    if ((size_t)sent < wanted) conn->blocked = true; /* full now: asking would cost a call and gather another frame */
     size_t gathered = (size_t)sent < all[0].iov_len ? (size_t)sent : all[0].iov_len;
     conn->out_start += gathered;
     return (size_t)sent - gathered;
@@ -266,12 +276,22 @@ static bool conn_open(int fd, bool serial) {
     return true;
 }
 
+static void listen_again(struct timer *timer) {
+    (void)timer;
+    source_want(&listener, EPOLLIN);
+}
+
 static void conn_accept(struct source *source, uint32_t events) {
     (void)events;
     struct sockaddr_storage peer;
     socklen_t length = sizeof peer;
     int fd = accept4(source->fd, (struct sockaddr *)&peer, &length, SOCK_CLOEXEC | SOCK_NONBLOCK);
-    if (fd < 0) return;
+    if (fd < 0) {
+        bool is_passing = errno == EAGAIN || errno == EINTR || errno == ECONNABORTED;
+        if (is_passing) return;
+        source_want(source, 0); /* out of files or memory, or the loop would do nothing else */
+        return timer_set(&listen_timer, RELISTEN_MS, listen_again);
+    }
     int waiting = 0;
     struct conn *oldest = NULL;
     for (struct conn *conn = conns; conn; conn = conn->next) {
