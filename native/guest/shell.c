@@ -44,18 +44,19 @@ const char *shell_execute_script(const struct launch *launch) {
  * The text is evaluated in a sourced file, at top level and inside a loop of one round, so that `return`, `break` and
  * `continue` end the text and nothing else, `declare` makes globals and `$?` of the text before is seen.
  * Tracing (set -x) is off in the driver. On SHELL_RETURN_SIGNAL the text is given up: `return` in a trap leaves the sourced file; in bash a DEBUG trap that
- * returns 2 (extdebug) leaves functions on the way as well.
+ * returns 2 (extdebug) leaves functions on the way as well. Between texts the signal means nothing: `return` there would end the shell.
  */
 static const char code[] = "eval \"${__ods_t:+set -x; }$__ods_c\" 7<&- 8<&- 9<&-\n";
 
 #define DRIVER(PREPARE, ABORT, READ, RECOVER)                                                  \
-    PREPARE "__ods_s=0; __ods_t=; __ods_r() { return $__ods_s; }\n"                                      \
-    "trap '" ABORT "return 143' 63\n"                                                          \
+    PREPARE "__ods_s=0; __ods_t=; __ods_i=; __ods_r() { return $__ods_s; }\n"                              \
+    "trap 'case $__ods_i in 1) " ABORT "return 143;; esac' 63\n"                               \
     "while IFS= read -r __ods_g <&8; do\n"                                                     \
     READ "\n"                                                                                  \
+    "__ods_i=1\n"                                                                              \
     RECOVER "case $- in *e*) ;; *) __ods_r;; esac\n"                                           \
     "for __ods_g in 1; do . /proc/self/fd/7; done\n"                                           \
-    "{ __ods_s=$?; case $- in *x*) __ods_t=1; set +x;; *) __ods_t=;; esac; } 2>/dev/null\n"    \
+    "{ __ods_s=$?; __ods_i=; case $- in *x*) __ods_t=1; set +x;; *) __ods_t=;; esac; } 2>/dev/null\n"    \
     RECOVER "printf '%d\\n' \"$__ods_s\" >&8\n"                                                \
     "done\n"
 
