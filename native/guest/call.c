@@ -36,7 +36,8 @@ void call_end(struct call *call) {
     call_count--;
     sender_stop(&call->sender);
     source_close(&call->source);
-    if (call->worker && !call->spare_worker) kill(call->worker, SIGKILL);
+    if (call->worker.pid && !call->spare_worker) kill(call->worker.pid, SIGKILL);
+    child_forget(&call->worker);
     free(call->waiting);
     loop_free(&call->garbage);
 }
@@ -54,16 +55,16 @@ void call_drop_all(void) {
 static ssize_t pass(struct call *call, const char *bytes, size_t length) {
     char type = FRAME_DATA;
     struct iovec pieces[2] = {{&type, 1}, {(void *)(uintptr_t)bytes, length < CALL_PIECE ? length : CALL_PIECE}};
-    struct msghdr message = {.msg_iov = call->worker ? pieces : pieces + 1, .msg_iovlen = call->worker ? 2 : 1};
+    struct msghdr message = {.msg_iov = call->is_dial ? pieces + 1 : pieces, .msg_iovlen = call->is_dial ? 1 : 2};
     ssize_t count = sendmsg(call->source.fd, &message, MSG_NOSIGNAL | MSG_DONTWAIT);
     if (count < 0) return errno == EAGAIN || errno == EINTR || errno == ENOBUFS ? 0 : -1;
-    return call->worker ? count - 1 : count;
+    return call->is_dial ? count : count - 1;
 }
 
 static void pass_end(struct call *call) {
     char type = FRAME_END;
     if (call->end_passed || call->used || !call->host_ended) return;
-    if (!call->worker) call->end_passed = shutdown(call->source.fd, SHUT_WR) == 0 || errno != EAGAIN;
+    if (call->is_dial) call->end_passed = shutdown(call->source.fd, SHUT_WR) == 0 || errno != EAGAIN;
     else call->end_passed = send(call->source.fd, &type, 1, MSG_NOSIGNAL | MSG_DONTWAIT) == 1 || errno != EAGAIN;
 }
 
@@ -135,6 +136,7 @@ static bool data_frame(struct call *call, const char *bytes, size_t length) {
 }
 
 void call_wake(struct call *call) {
+    if (call->is_dial && call->host_ended && call->end_passed && call->peer_ended) return call_end(call);
     bool reading = !call->peer_ended && call->may_send >= CALL_PIECE && !call->sender.next && !call->connecting;
     bool writing = call->connecting || call->used || (call->host_ended && !call->end_passed);
     source_want(&call->source, (reading ? EPOLLIN : 0u) | (writing ? EPOLLOUT : 0u));
@@ -161,9 +163,9 @@ static bool worker_message(struct call *call, size_t length) {
 }
 
 static ssize_t receive(struct call *call) {
-    ssize_t count = recv(call->source.fd, scratch, call->worker ? SCRATCH : CALL_PIECE, MSG_DONTWAIT);
+    ssize_t count = recv(call->source.fd, scratch, call->is_dial ? CALL_PIECE : SCRATCH, MSG_DONTWAIT);
     /* A worker that left without reading everything: its last message comes after the error. */
-    if (count < 0 && errno == ECONNRESET && call->worker) count = recv(call->source.fd, scratch, SCRATCH, MSG_DONTWAIT);
+    if (count < 0 && errno == ECONNRESET && !call->is_dial) count = recv(call->source.fd, scratch, SCRATCH, MSG_DONTWAIT);
     return count;
 }
 
@@ -179,7 +181,7 @@ static bool call_send(struct sender *sender) {
         call_wake(call);
         return false;
     }
-    if (!call->worker) return dial_received(call, scratch, count);
+    if (call->is_dial) return dial_received(call, scratch, count);
     if (count > 0) return worker_message(call, (size_t)count);
     call_fail(call, "file", EIO, "the process that did it was killed");
     return false;
@@ -198,6 +200,17 @@ struct call *call_new(uint32_t id, int fd) {
     calls = call;
     call_count++;
     return call;
+}
+
+static void worker_exited(struct child *child, int status, const struct rusage *usage) {
+    (void)child; /* not registered any more: its pid is free; its socket says the rest */
+    (void)status;
+    (void)usage;
+}
+
+void call_has_worker(struct call *call, pid_t pid, bool cleans_up) {
+    call->spare_worker = cleans_up;
+    child_register(&call->worker, pid, worker_exited);
 }
 
 bool call_begin(const struct header *header, char *payload) {

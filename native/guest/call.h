@@ -14,6 +14,7 @@
 
 #include "conn.h"
 #include "loop.h"
+#include "reap.h"
 #include "wire.h"
 
 enum { CALL_PIECE = 64 * 1024, MAX_CALLS = 256 };
@@ -24,7 +25,8 @@ struct call {
     uint32_t id;
     struct source source;
     struct sender sender;
-    pid_t worker;        /* 0: a dial */
+    bool is_dial;
+    struct child worker; /* the process, while it lives */
     bool spare_worker;   /* it cleans up by itself when its socket ends: not to be killed */
     bool connecting, host_ended, end_passed, peer_ended;
     uint64_t may_send;   /* the host's credit for us */
@@ -43,10 +45,12 @@ void call_trim(void);
 
 /* Makes a call that pumps `fd` (taken over). NULL: no memory, nothing taken. */
 struct call *call_new(uint32_t id, int fd);
+/* The other end of `fd` is this process; `cleans_up`: it is not to be killed. */
+void call_has_worker(struct call *call, pid_t pid, bool cleans_up);
 void call_end(struct call *call);
 /* Ends it with ERROR. */
 void call_fail(struct call *call, const char *code, int error, const char *message);
-/* Looks again at what can move. */
+/* Looks again at what can move; a dial that has ended both ways is gone then. */
 void call_wake(struct call *call);
 
 #endif

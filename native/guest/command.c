@@ -156,7 +156,7 @@ static void stderr_ready(struct source *source, uint32_t events) {
 }
 
 bool command_take_output(struct command *command, int out, int err) {
-    if (!source_add(&command->output[0].source, out, EPOLLIN, stdout_ready)) return false;
+    if (out >= 0 && !source_add(&command->output[0].source, out, EPOLLIN, stdout_ready)) return false;
     return err < 0 || source_add(&command->output[1].source, err, EPOLLIN, stderr_ready);
 }
 
@@ -178,14 +178,14 @@ void command_ended(struct command *command, int status) {
     command->exited = true;
     command->wait_status = status;
     /* An ended tree is ended altogether: what ignores TERM has until the grace is over. */
-    if (command->reason && tree_await_empty(&command->tree, tree_emptied)) return;
+    if (command->reason && !command->given_up && tree_await_empty(&command->tree, tree_emptied)) return;
     if (!command->output[0].ending) {
         for (int i = 0; i < 2; i++) output_end(&command->output[i], command->is_terminal);
         timer_stop(&command->timer);
         if (command->is_terminal) timer_set(&command->timer, HANG_UP_MS, hang_up_late);
+        if (command->reason && !command->session && command->tree.fd < 0) tree_kill(&command->tree); /* no cgroups */
+        tree_retire(&command->tree);
     }
-    if (command->reason && !command->session && command->tree.fd < 0) tree_kill(&command->tree);
-    tree_retire(&command->tree);
     if (!output_done(&command->output[0]) || !output_done(&command->output[1])) return;
     timer_stop(&command->timer);
     command->ended = true;
@@ -213,6 +213,7 @@ static void status_ready(struct source *source, uint32_t events) {
 
 static void process_exited(struct child *child, int status, const struct rusage *usage) {
     struct command *command = HOLDER(child, struct command, child);
+    if (command->ended) return; /* given up before */
     command->end_ns = now_ns();
     command->user_us = (uint64_t)usage->ru_utime.tv_sec * 1000000u + (uint64_t)usage->ru_utime.tv_usec;
     command->system_us = (uint64_t)usage->ru_stime.tv_sec * 1000000u + (uint64_t)usage->ru_stime.tv_usec;
@@ -221,6 +222,9 @@ static void process_exited(struct child *child, int status, const struct rusage 
         uint32_t id = command->id;
         status_read(command);
         if (command_find(id) != command) return;
+        /* Nothing was written, and somebody else holds the pipe: root inside can take it from a process that is about to execute. */
+        source_close(&command->status);
+        if (!command->started) command_started(command);
     }
     command_ended(command, status);
 }
@@ -230,10 +234,22 @@ static void timeout_over(struct timer *timer) {
     command_end_tree(command, REASON_TIMEOUT, command->grace_ms);
 }
 
-static void grace_over(struct timer *timer) { tree_kill(&HOLDER(timer, struct command, timer)->tree); }
+static void linger_over(struct timer *timer) {
+    struct command *command = HOLDER(timer, struct command, timer);
+    command->given_up = true;
+    if (!command->end_ns) command->end_ns = now_ns();
+    source_close(&command->status);
+    if (!command->started) command_started(command);
+    command_ended(command, command->exited ? command->wait_status : SIGKILL);
+}
+
+static void grace_over(struct timer *timer) {
+    tree_kill(&HOLDER(timer, struct command, timer)->tree);
+    timer_set(timer, LINGER_MS, linger_over);
+}
 
 void command_end_tree(struct command *command, enum reason reason, uint64_t grace_ms) {
-    if (command->exited) return;
+    if (command->exited && (!command->reason || command->output[0].ending)) return;
     if (!command->reason) command->reason = reason;
     if (command->session) return session_end_command(command, grace_ms);
     if (grace_ms) {
@@ -241,8 +257,7 @@ void command_end_tree(struct command *command, enum reason reason, uint64_t grac
         tree_signal(&command->tree, SIGCONT, 0);
         timer_set(&command->timer, grace_ms, grace_over);
     } else {
-        timer_stop(&command->timer);
-        tree_kill(&command->tree);
+        grace_over(&command->timer);
     }
 }
 

@@ -21,6 +21,11 @@
 
 enum reason { REASON_EXITED, REASON_TIMEOUT, REASON_KILLED, REASON_SESSION };
 enum { EXIT_MADE_SHELL = 1, EXIT_SHELL_GONE = 2 };
+/*
+ * How long EXIT waits for processes that SIGKILL did not end at once. A tracer in another tree can hold one in its exit
+ * stop, a dead disk in a system call: neither executes anything of its own any more.
+ */
+enum { LINGER_MS = 3000 };
 
 struct session;
 
@@ -28,7 +33,7 @@ struct command {
     struct garbage garbage;
     struct command *next_in_bucket, *next_in_session;
     uint32_t id;
-    bool attached, started, exited, ended, exit_sent, say_started, say_known, say_input, has_input, is_terminal;
+    bool attached, started, exited, ended, given_up, exit_sent, say_started, say_known, say_input, has_input, is_terminal;
     uint8_t exit_flags;
     enum reason reason;
     int wait_status;
@@ -58,9 +63,12 @@ void command_started(struct command *command);
 void command_ended(struct command *command, int status);
 /* Arms the timeout of START. */
 void command_arm(struct command *command);
-/* KILL or timeout: TERM, after the grace KILL, to the whole tree. Nothing when it has exited. */
+/*
+ * KILL or timeout: TERM, after the grace KILL, to the whole tree, and EXIT within LINGER_MS of that. Nothing when it has
+ * exited of itself; again while it is being ended: the newer grace counts.
+ */
 void command_end_tree(struct command *command, enum reason reason, uint64_t grace_ms);
-/* Takes over the read sides (`err` -1: none), the new process, and the descriptor its exec is reported on. False: no room. */
+/* Takes over the read sides (-1: none), the new process, and the descriptor its exec is reported on. False: no room. */
 bool command_take_output(struct command *command, int out, int err);
 bool command_watch(struct command *command, pid_t pid, int status);
 /* The next one in the table; NULL begins and ends. */

@@ -55,6 +55,7 @@ static bool plumbing_open_terminal(struct plumbing *plumbing, const struct start
 static bool plumbing_open(struct plumbing *plumbing, const struct start *start) {
     *plumbing = (struct plumbing){{-1, -1}, {-1, -1}, {-1, -1}, {-1, -1}};
     if (pipe2(plumbing->status, O_CLOEXEC) < 0 || !unblocked(plumbing->status[0])) return false;
+    if (!spawn_has_room(plumbing->status[1])) return false;
     if (start->flags & START_PTY) return plumbing_open_terminal(plumbing, start);
     return plumbing_open_pipes(plumbing, start->flags & START_STDIN);
 }

@@ -14,6 +14,7 @@
 
 #include "call.h"
 #include "command.h"
+#include "spawn.h"
 #include "wire.h"
 
 struct target {
@@ -65,7 +66,7 @@ bool dial_begin(uint32_t id, char *payload, size_t length) {
     }
     int fd = socket(target.address.ss_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0), one = 1;
     if (fd >= 0) setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
-    bool tried = fd >= 0 && (connect(fd, (struct sockaddr *)&target.address, target.length) == 0 || errno == EINPROGRESS);
+    bool tried = fd >= 0 && spawn_has_room(fd) && (connect(fd, (struct sockaddr *)&target.address, target.length) == 0 || errno == EINPROGRESS);
     struct call *call = tried ? call_new(id, fd) : NULL;
     if (!call) {
         int error = tried ? ENOMEM : errno;
@@ -73,7 +74,7 @@ bool dial_begin(uint32_t id, char *payload, size_t length) {
         if (fd >= 0) close(fd);
         return true;
     }
-    call->connecting = true;
+    call->is_dial = call->connecting = true;
     call_wake(call);
     return true;
 }

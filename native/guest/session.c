@@ -15,7 +15,7 @@
 #include "shell.h"
 #include "spawn.h"
 
-enum { MAX_SESSIONS = 64, MAX_NAME = 255, MAX_WAITING = 64, ROUND_MS = 5, MAX_ROUNDS = 200, RETURN_MS = 1000 };
+enum { MAX_SESSIONS = 64, MAX_NAME = 255, MAX_WAITING = 64, ROUND_MS = 5, MAX_ROUNDS = 200, AGAIN_MS = 100, RETURN_MS = 1000 };
 
 /* How far the ending of the running command has come. */
 enum stage { STAGE_NONE, STAGE_GRACE, STAGE_KILLING, STAGE_RETURNING };
@@ -31,11 +31,12 @@ struct session {
     struct timer timer;
     enum stage stage;
     int text, rounds, reported; /* `reported`: the shell's status while the rest is being ended, else -1 */
-    bool ready, fresh;
+    bool ready, fresh, asked; /* `asked`: to give up the text */
     struct command *running, *first;
 };
 
 static void exec_reported(struct source *source, uint32_t events);
+static void shell_exited(struct child *child, int status, const struct rusage *usage);
 static void session_return(struct timer *timer);
 
 static struct session *sessions;
@@ -104,6 +105,7 @@ static void begin(struct session *session, struct command *command) {
     session->running = command;
     session->reported = -1;
     session->stage = STAGE_NONE;
+    session->asked = false;
     command->pid = session->pid;
     command->begin_ns = now_ns();
     if (session->fresh) command->exit_flags |= EXIT_MADE_SHELL;
@@ -113,7 +115,8 @@ static void begin(struct session *session, struct command *command) {
     free(command->payload);
     command->payload = NULL;
     if (!told) return command_fail(command, "no_memory", errno, "the command could not be handed to the session's shell");
-    command_take_output(command, source_release(&session->idle[0]), source_release(&session->idle[1]));
+    int out = source_release(&session->idle[0]), err = source_release(&session->idle[1]);
+    command_take_output(command, out, err); /* -1: the shell has closed its own */
     command_arm(command);
     command_started(command);
 }
@@ -176,13 +179,34 @@ static void kill_others(struct session *session) {
 
 static void grace_over(struct timer *timer) { kill_others(HOLDER(timer, struct session, timer)); }
 
-static void shell_stuck(struct timer *timer) { tree_kill(&HOLDER(timer, struct session, timer)->tree); }
-
-/* The shell is asked to give up the command text it is in; if it does not it goes too. */
-static void session_return(struct timer *timer) {
+/* SIGKILL did not end the shell in time: it counts as gone. */
+static void shell_lost(struct timer *timer) {
     struct session *session = HOLDER(timer, struct session, timer);
+    child_forget(&session->child);
+    shell_exited(&session->child, SIGKILL, NULL);
+}
+
+static void session_kill(struct session *session) {
+    tree_kill(&session->tree);
+    timer_set(&session->timer, LINGER_MS, shell_lost);
+}
+
+static void shell_stuck(struct timer *timer) { session_kill(HOLDER(timer, struct session, timer)); }
+
+static void ask(struct timer *timer) {
+    struct session *session = HOLDER(timer, struct session, timer);
+    session->asked = true;
     kill(session->pid, SHELL_RETURN_SIGNAL);
     timer_set(timer, RETURN_MS, shell_stuck);
+}
+
+/*
+ * The shell is asked to give up the command text it is in; if it does not it goes too. One that was asked before the grace
+ * may be about to: a second signal that comes when it has just left the text would end it.
+ */
+static void session_return(struct timer *timer) {
+    if (HOLDER(timer, struct session, timer)->asked) return timer_set(timer, AGAIN_MS, ask);
+    ask(timer);
 }
 
 void session_end_command(struct command *command, uint64_t grace_ms) {
@@ -191,7 +215,8 @@ void session_end_command(struct command *command, uint64_t grace_ms) {
     if (session->stage > STAGE_GRACE || !session->pid) return;
     if (!grace_ms) return kill_others(session);
     session->stage = STAGE_GRACE;
-    kill(session->pid, SHELL_RETURN_SIGNAL);
+    if (!session->asked) kill(session->pid, SHELL_RETURN_SIGNAL);
+    session->asked = true;
     tree_signal(&session->tree, SIGTERM, session->pid);
     tree_signal(&session->tree, SIGCONT, session->pid);
     timer_set(&session->timer, grace_ms, grace_over);
@@ -266,7 +291,7 @@ static bool plumbing_open(struct plumbing *plumbing) {
     bool opened = pipe2(plumbing->out, O_CLOEXEC) == 0 && pipe2(plumbing->err, O_CLOEXEC) == 0 &&
                   pipe2(plumbing->status, O_CLOEXEC) == 0 &&
                   socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, plumbing->control) == 0;
-    if (!opened || (plumbing->text = memfd_create("session", MFD_CLOEXEC)) < 0) return false;
+    if (!opened || (plumbing->text = memfd_create("session", MFD_CLOEXEC)) < 0 || !spawn_has_room(plumbing->text)) return false;
     return fcntl(plumbing->out[0], F_SETFL, O_NONBLOCK) == 0 && fcntl(plumbing->err[0], F_SETFL, O_NONBLOCK) == 0;
 }
 
@@ -299,19 +324,22 @@ static struct session *session_make(const char *name, struct start *start) {
     struct plumbing plumbing;
     if (!session) return NULL;
     session->status.fd = session->control.fd = session->idle[0].fd = session->idle[1].fd = -1;
+    session->tree = (struct tree){.fd = -1, .watch.fd = -1};
     session->reported = -1;
     session->fresh = true;
     strcpy(session->name, name);
     bool made = plumbing_open(&plumbing) && tree_make(&session->tree, "ses", ++tree_number) &&
                 shell_spawn(session, start, &plumbing);
+    int error = errno;
+    if (!made) { /* out of epoll first: the child may hold the same pipes for a moment, and keep them there */
+        source_release(&session->status);
+        source_release(&session->control);
+    }
     plumbing_close(&plumbing, !made);
     if (!made) {
-        int error = errno;
         child_forget(&session->child);
         tree_kill(&session->tree);
         tree_retire(&session->tree);
-        source_release(&session->status);
-        source_release(&session->control);
         loop_free(&session->garbage);
         errno = error;
         return NULL;
@@ -362,7 +390,7 @@ void session_start(struct command *command, struct start *start) {
 
 static void session_end(struct session *session) {
     if (session->running) session->running->reason = session->running->reason ? session->running->reason : REASON_SESSION;
-    tree_kill(&session->tree);
+    session_kill(session);
 }
 
 bool session_end_frame(uint32_t id, char *payload, size_t length) {

@@ -38,11 +38,18 @@ void spawn_init(bool seccomp) {
 }
 
 void spawn_be_mortal(void) {
+    prctl(PR_SET_DUMPABLE, 1); /* or the file would not be ours to write */
     int fd = open("/proc/self/oom_score_adj", O_WRONLY | O_CLOEXEC);
-    if (fd < 0) return;
-    ssize_t ignored = write(fd, "500", 3); /* best effort: without /proc the kernel chooses by size alone */
+    ssize_t ignored = fd < 0 ? 0 : write(fd, "500", 3); /* best effort: without /proc the kernel chooses by size alone */
     (void)ignored;
-    close(fd);
+    if (fd >= 0) close(fd);
+    prctl(PR_SET_DUMPABLE, 0); /* until the execution root inside could take our descriptors or answer in our place */
+}
+
+bool spawn_has_room(int fd) {
+    if ((rlim_t)fd < nofile.rlim_max / 4 * 3) return true;
+    errno = EMFILE;
+    return false;
 }
 
 static _Noreturn void fail(const char *code, const char *format, const char *what) {
@@ -134,7 +141,6 @@ static _Noreturn void child(const struct launch *launch) {
     sigset_t none;
     setsid();
     place_descriptors(launch);
-    prctl(PR_SET_DUMPABLE, 1); /* nothing of the agent's is reachable any more, and /proc/self must be writable */
     spawn_be_mortal();
     if (launch->terminal) ioctl(0, TIOCSCTTY, 0);
     assume_user(launch, &identity);

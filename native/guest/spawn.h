@@ -33,7 +33,12 @@ void spawn_init(bool seccomp);
 pid_t spawn(const struct launch *launch);
 /* A bare fork for the agent's own work in the sandbox: a process that keeps only descriptor `keep` (and 0-2). 0 in the child. */
 pid_t spawn_worker(int keep);
-/* In a child: the ordinary victim of the OOM killer, unlike the agent. */
+/*
+ * False with EMFILE when `fd`, just opened for something new, is in the upper quarter of the agent's descriptors: those are
+ * for ending what runs (cgroup.kill, cgroup.events) and for the host's next connection.
+ */
+bool spawn_has_room(int fd);
+/* In a child, its descriptors being only those it may keep: the ordinary victim of the OOM killer, unlike the agent. */
 void spawn_be_mortal(void);
 
 #endif

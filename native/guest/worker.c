@@ -65,9 +65,7 @@ static bool request_parse(struct request *request, char *payload, size_t length,
 
 static _Noreturn void worker_main(struct request *request, const struct operation *operation) {
     static struct identity identity;
-    prctl(PR_SET_DUMPABLE, 1);
     spawn_be_mortal();
-    prctl(PR_SET_DUMPABLE, 0);
     umask(0);
     if (*request->user) {
         if (!identity_resolve(request->user, &identity)) {
@@ -104,7 +102,7 @@ bool worker_begin(uint32_t id, char *payload, size_t length) {
         error_send(id, code_of(errno), errno, "%s", strerror(errno));
         return true;
     }
-    pid_t pid = spawn_worker(pair[1]);
+    pid_t pid = spawn_has_room(pair[1]) ? spawn_worker(pair[1]) : -1;
     if (pid == 0) worker_main(&request, operation);
     struct call *call = pid < 0 ? NULL : call_new(id, pair[0]);
     int error = errno;
@@ -114,8 +112,7 @@ bool worker_begin(uint32_t id, char *payload, size_t length) {
         error_send(id, code_of(error), error, "%s", strerror(error));
         return true;
     }
-    call->worker = pid;
-    call->spare_worker = operation->cleans_up;
+    call_has_worker(call, pid, operation->cleans_up);
     return true;
 }
 
