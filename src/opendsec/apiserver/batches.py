@@ -72,6 +72,8 @@ class _Run:
 
     async def fail(self, indexes: Sequence[int], error: errors.OpenDSecError) -> None:
         """The same error for several indexes."""
+        if self.open.isdisjoint(indexes):
+            return
         self.failed = True
         error.request_id = error.request_id or self.caller.request_id
         fields = codec.error_fields(error)

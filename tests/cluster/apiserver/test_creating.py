@@ -84,6 +84,21 @@ async def test_a_key_whose_sandbox_is_forgotten_starts_no_second_one(start: Star
         assert len(platform.edges["local"].starts) == 1
 
 
+async def test_a_batch_whose_sandboxes_are_forgotten_starts_no_second_ones(start: Start) -> None:
+    async with start("a", "b") as platform:
+        platform.edges["a"].capacity = 3
+        body = {**SPEC, "count": 20}
+        first = await lines_of(platform.client, body, KEY)
+        assert [line["error"] for line in first] == [None] * 20
+        begun = sum(len(double.starts) for double in platform.edges.values())
+        for double in platform.edges.values():
+            double.sandboxes.clear()
+            double.capacity = 1000
+        again = await lines_of(platform.client, body, KEY)
+        assert {line["error"]["code"] for line in again} == {"conflict"}
+        assert sum(len(double.starts) for double in platform.edges.values()) == begun
+
+
 async def test_a_client_that_leaves_without_a_key_leaves_no_sandbox(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
