@@ -34,6 +34,8 @@ Deliver = Callable[[bytes], Awaitable[None]]
 """Hands NDJSON lines to the client."""
 
 _STATUS_AT_ONCE = 64
+_PAUSE_S = 0.02
+"""Before an edge that has cut us off is asked again."""
 
 
 def check_batch(request: BatchRequest) -> BatchRequest:
@@ -174,6 +176,7 @@ class Batches:
                     left = [index for index in asked if index in run.open]
                     await self._reclaim_unknown(run, left)
                     await run.fail(left, link.unknown_outcome(str(exc)))
+                await asyncio.sleep(_PAUSE_S)
             except errors.OpenDSecError as exc:
                 if may_try_elsewhere(exc):
                     run.refused.update((index, exc) for index in asked if index in run.open)
