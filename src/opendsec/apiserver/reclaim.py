@@ -62,18 +62,27 @@ class Reclaimer:
         while True:
             await self._more.wait()
             self._more.clear()
-            waiting = await self._storage.run(
-                lambda connection: [tuple(row) for row in connection.execute(sa.select(reclaims)).all()]
-            )
-            limit = asyncio.Semaphore(_AT_ONCE)
-            async with asyncio.TaskGroup() as group:
-                tries = [group.create_task(self._delete(limit, *row)) for row in waiting]
-            gone = [task.result() for task in tries if task.result()]
-            if gone:
-                await self._strike_out(gone)
-            if len(gone) < len(waiting):
+            try:
+                left = await self._try_all()
+            except errors.NodeError as exc:
+                log.warning("reclaims_unreadable", extra={"fields": {"reason": str(exc)}})
+                left = True
+            if left:
                 self._more.set()
                 await asyncio.sleep(RETRY_S)
+
+    async def _try_all(self) -> bool:
+        """Whether some are left to be tried again. Raises NodeError for the database."""
+        waiting = await self._storage.run(
+            lambda connection: [tuple(row) for row in connection.execute(sa.select(reclaims)).all()]
+        )
+        limit = asyncio.Semaphore(_AT_ONCE)
+        async with asyncio.TaskGroup() as group:
+            tries = [group.create_task(self._delete(limit, *row)) for row in waiting]
+        gone = [task.result() for task in tries if task.result()]
+        if gone:
+            await self._strike_out(gone)
+        return len(gone) < len(waiting)
 
     async def _delete(self, limit: asyncio.Semaphore, sandbox_id: str, project: str, created_at: float) -> str:
         """The id when it is gone, "" to try again."""
