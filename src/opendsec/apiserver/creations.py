@@ -22,7 +22,20 @@ from opendsec.model.ids import SandboxId
 from opendsec.wire.contracts import HEADER_IDEMPOTENCY
 
 KEEP_S = 24 * 3600.0
-"""How long a key is remembered after its first use."""
+"""How long a key is remembered after its first use, at least."""
+SWEEP_EVERY_S = 60.0
+"""How often keys that may be forgotten are."""
+
+_INSERT = sa.text(
+    "INSERT INTO creations (project, idempotency_key, body_digest, sandbox_ids, completed, expires_at)"
+    " VALUES (:project, :key, :body_digest, :sandbox_ids, FALSE, :expires_at)"
+    " ON CONFLICT (project, idempotency_key) DO NOTHING"
+)
+"""The same words for SQLite and PostgreSQL; nearly every key is new, so the usual claim is this one statement."""
+_COMPLETE = sa.text(
+    "UPDATE creations SET completed = TRUE"
+    " WHERE project = :project AND idempotency_key = :key AND sandbox_ids = :sandbox_ids"
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +63,7 @@ class Creations:
     def __init__(self, storage: Storage) -> None:
         self._storage = storage
         self._locks: dict[tuple[str, str], tuple[asyncio.Lock, int]] = {}
+        self._sweep_at = 0.0
 
     @asynccontextmanager
     async def alone(self, project: str, key: str) -> AsyncIterator[None]:
@@ -75,20 +89,20 @@ class Creations:
 
         def work(connection: sa.Connection) -> tuple[str, tuple[SandboxId, ...], bool]:
             now = time.time()
-            connection.execute(sa.delete(creations).where(creations.c.expires_at < now))
-            row = connection.execute(sa.select(creations).where(_is(project, key))).one_or_none()
-            if row is not None:
-                return row.body_digest, tuple(json.loads(row.sandbox_ids)), row.completed
-            connection.execute(
-                sa.insert(creations).values(
-                    project=project,
-                    idempotency_key=key,
-                    body_digest=body_digest,
-                    sandbox_ids=json.dumps(sandbox_ids),
-                    expires_at=now + KEEP_S,
-                )
-            )
-            return body_digest, tuple(sandbox_ids), False
+            if now > self._sweep_at:
+                self._sweep_at = now + SWEEP_EVERY_S
+                connection.execute(sa.delete(creations).where(creations.c.expires_at < now))
+            fresh = {
+                "project": project,
+                "key": key,
+                "body_digest": body_digest,
+                "sandbox_ids": json.dumps(sandbox_ids),
+                "expires_at": now + KEEP_S,
+            }
+            if connection.execute(_INSERT, fresh).rowcount:
+                return body_digest, tuple(sandbox_ids), False
+            row = connection.execute(sa.select(creations).where(_is(project, key))).one()
+            return row.body_digest, tuple(json.loads(row.sandbox_ids)), row.completed
 
         digest, ids, completed = await self._storage.run(work)
         if digest != body_digest:
@@ -117,8 +131,8 @@ class Creations:
 
     async def complete(self, claim: Claim) -> bool:
         """Mark it done. False: the key stands for other sandboxes by now, so these must go."""
-        statement = sa.update(creations).where(_is_still(claim)).values(completed=True)
-        return bool(await self._storage.run(lambda connection: connection.execute(statement).rowcount))
+        still = {"project": claim.project, "key": claim.key, "sandbox_ids": json.dumps(claim.sandbox_ids)}
+        return bool(await self._storage.run(lambda connection: connection.execute(_COMPLETE, still).rowcount))
 
     async def forget(self, claim: Claim) -> None:
         """It failed for good and left nothing: the same key may try anew."""
