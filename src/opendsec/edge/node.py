@@ -43,6 +43,8 @@ from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
 log = logging.getLogger(__name__)
 
 FACTS_EVERY_S = 0.5
+IMAGES_EVERY_S = 5.0
+"""The store is read as a whole for the report's list of names; a create looks its image up by itself."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -348,11 +350,14 @@ class Node:
             self._forget(sandbox)
 
     async def _measure_again_and_again(self) -> None:
+        images_due = 0.0
         while True:
             try:
                 self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
-                images = await asyncio.to_thread(self._images.list)
-                self._image_names = tuple(image.name for image in images)
+                if time.monotonic() >= images_due:
+                    images = await asyncio.to_thread(self._images.list)
+                    self._image_names = tuple(image.name for image in images)
+                    images_due = time.monotonic() + IMAGES_EVERY_S
             except (OSError, errors.OpenDSecError) as exc:
                 # What was measured last counts until there is something newer.
                 log.warning("facts_unknown", extra={"fields": {"reason": str(exc)}})

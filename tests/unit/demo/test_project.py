@@ -41,7 +41,7 @@ def test_another_archive_is_refused(tmp_path: Path) -> None:
 
 
 def test_the_reason_pip_gives_is_its_error_and_not_the_hint_below() -> None:
-    said = "  error: subprocess-exited-with-error\nERROR: No matching distribution found for x\nnote: not a problem with pip\n"
+    said = "  error: subprocess-exited-with-error\nERROR: No matching distribution found for x\nnote: not pip's fault\n"
     assert project.reason_of(said) == "ERROR: No matching distribution found for x"
     assert project.reason_of("\n  killed \n") == "killed"
     assert project.reason_of("") == "it said nothing"
