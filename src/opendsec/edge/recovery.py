@@ -210,14 +210,14 @@ async def adopt_all(
 
 
 def _settle_slots(found: list[Found]) -> None:
-    """A slot that was given away again proves its former owner removed, though the disk had no room for `ended`.
-
-    Removing that one once more would take the other's addresses away.
+    """A slot that was given away again proves its former owner removed, though the disk had no room for `ended`, or
+    damaged it. Removing that one once more would take the other's addresses away.
     """
     owners: dict[int, Found] = {}
     for what in sorted((what for what in found if what.ended is None), key=lambda what: what.created.created_mono_s):
         former = owners.get(what.created.slot)
-        if former is not None and former.ending is not None:
+        if former is not None and (former.ending is not None or former.damage):
+            former.ending = former.ending or journal.Ending(reason=SandboxEnd.NODE_LOST, detail=former.damage)
             former.ended = journal.Ended(ended_at=time.time())
         owners[what.created.slot] = what
 

@@ -295,17 +295,33 @@ async def test_a_damaged_journal_ends_its_sandbox_and_no_other(tmp_path: Path) -
             nothing_left_over(second, tmp_path, backend)
 
 
-async def test_who_holds_a_slot_again_is_not_disturbed_by_its_former_owner(tmp_path: Path) -> None:
-    backend = DummyBackend()
+class Counting(DummyBackend):
+    """Remembers what it was asked to destroy."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.destroyed: list[SandboxId] = []
+
+    async def destroy(self, sandbox_id: SandboxId, *given: Any, **named: Any) -> None:
+        self.destroyed.append(sandbox_id)
+        await super().destroy(sandbox_id, *given, **named)
+
+
+@pytest.mark.parametrize("last", [b"", b"{damaged\n"])
+async def test_who_holds_a_slot_again_is_not_disturbed_by_its_former_owner(tmp_path: Path, last: bytes) -> None:
+    backend = Counting()
     async with edge(tmp_path, backend) as first:
         former = await created(first)
         await former.delete()
         heir = await created(first)
         assert heir.slot == former.slot
     path = former.places.own / "journal"
-    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))  # no room for `ended`
+    whole = path.read_bytes().splitlines(keepends=True)
+    # No room for `ended`; or `ending` and `ended` are damaged.
+    path.write_bytes(b"".join(whole[:-2]) + last if last else b"".join(whole[:-1]))
     async with edge(tmp_path, backend) as second:
         assert not second.get(former.sandbox_id, project=None).live
+        assert backend.destroyed.count(former.sandbox_id) == 1
         assert second.get(heir.sandbox_id, project=None).state is SandboxState.RUNNING
         assert second.report().live == 1
 
