@@ -36,7 +36,7 @@
 #define SECCOMP_NR_open_tree_attr 467
 
 /* Rules whose verdict depends on an argument; the value is the number of their block at the end of the program. */
-enum { SECCOMP_KEYED = 1000, SECCOMP_IOCTL, SECCOMP_SOCKET, SECCOMP_PERSONALITY };
+enum { SECCOMP_KEYED = 1000, SECCOMP_IOCTL, SECCOMP_SOCKET, SECCOMP_PERSONALITY, SECCOMP_PID, SECCOMP_PRIORITY, SECCOMP_IO_PRIORITY };
 
 struct seccomp_rule {
     uint16_t nr;
@@ -47,6 +47,15 @@ static const struct seccomp_rule seccomp_rules[] = {
     {__NR_ioctl, SECCOMP_IOCTL},
     {__NR_socket, SECCOMP_SOCKET},
     {__NR_personality, SECCOMP_PERSONALITY},
+
+    /* The agent, pid 1, has the same user as root inside, and that is all these ask for: no descriptors, no CPU time, no turn. */
+    {__NR_prlimit64, SECCOMP_PID},
+    {__NR_sched_setaffinity, SECCOMP_PID},
+    {__NR_sched_setattr, SECCOMP_PID},
+    {__NR_sched_setparam, SECCOMP_PID},
+    {__NR_sched_setscheduler, SECCOMP_PID},
+    {__NR_setpriority, SECCOMP_PRIORITY},
+    {__NR_ioprio_set, SECCOMP_IO_PRIORITY},
 
     /* Absent, so that programs take their other way. */
     {__NR_io_uring_setup, ENOSYS},
@@ -172,6 +181,31 @@ static const struct sock_filter seccomp_blocks[][SECCOMP_BLOCK] = {
         SECCOMP_EQUAL(0xffffffff, 1, 0), /* asks only */
         SECCOMP_FAIL(EPERM),
         SECCOMP_ALLOW,
+    },
+    {
+        SECCOMP_ARG(0),
+        SECCOMP_EQUAL(1, 0, 1),
+        SECCOMP_FAIL(EPERM),
+        SECCOMP_ALLOW,
+        [4 ... 8] = SECCOMP_ALLOW,
+    },
+    {
+        SECCOMP_ARG(0),
+        SECCOMP_EQUAL(2, 2, 0), /* PRIO_USER: everybody of root inside */
+        SECCOMP_ARG(1),
+        SECCOMP_EQUAL(1, 0, 1), /* a process or a group */
+        SECCOMP_FAIL(EPERM),
+        SECCOMP_ALLOW,
+        [6 ... 8] = SECCOMP_ALLOW,
+    },
+    {
+        SECCOMP_ARG(0),
+        SECCOMP_EQUAL(3, 2, 0), /* IOPRIO_WHO_USER */
+        SECCOMP_ARG(1),
+        SECCOMP_EQUAL(1, 0, 1),
+        SECCOMP_FAIL(EPERM),
+        SECCOMP_ALLOW,
+        [6 ... 8] = SECCOMP_ALLOW,
     },
 };
 

@@ -128,6 +128,31 @@ static int do_syscall(char *number)
     return (int)syscall(atoi(number), 0, 0, 0, 0, 0, 0);
 }
 
+/* NAME ARGUMENT ARGUMENT: a call that another process may be the object of. */
+static int do_call(char *text)
+{
+    static const struct {
+        const char *name;
+        long number;
+    } calls[] = {
+        {"prlimit64", SYS_prlimit64},
+        {"sched_setaffinity", SYS_sched_setaffinity},
+        {"sched_setattr", SYS_sched_setattr},
+        {"sched_setparam", SYS_sched_setparam},
+        {"sched_setscheduler", SYS_sched_setscheduler},
+        {"setpriority", SYS_setpriority},
+        {"ioprio_set", SYS_ioprio_set},
+    };
+    char name[32];
+    long first = 0, second = 0;
+    sscanf(text, "%31s %ld %ld", name, &first, &second);
+    for (unsigned i = 0; i < sizeof(calls) / sizeof(calls[0]); i++)
+        if (strcmp(calls[i].name, name) == 0)
+            return (int)syscall(calls[i].number, first, second, 0, 0, 0, 0);
+    errno = ENOSYS;
+    return -1;
+}
+
 static int do_socket(char *family)
 {
     return socket(atoi(family), SOCK_STREAM, 0);
@@ -186,7 +211,7 @@ static const struct verb {
     {"read", do_read},       {"write", do_write},     {"stat", do_stat},     {"list", do_list},         {"bind", do_bind},     {"link", do_link},
     {"hostname", do_hostname}, {"mount", do_mount},   {"umount", do_umount}, {"unshare", do_unshare},   {"clone3", do_clone3}, {"kill", do_kill},
     {"ptrace", do_ptrace},   {"mknod", do_mknod},     {"syscall", do_syscall}, {"socket", do_socket},   {"nofile", do_nofile}, {"cgroup", do_cgroup},
-    {"mkcgroup", do_mkcgroup}, {"setuid", do_setuid},     {"eat", do_eat},
+    {"mkcgroup", do_mkcgroup}, {"setuid", do_setuid},     {"eat", do_eat},           {"call", do_call},
 };
 
 static void run(int connection, char *line)

@@ -167,6 +167,40 @@ async def test_pid_1_is_out_of_reach(site: Site, launcher: Launcher) -> None:
     os.close(launched.pidfd)
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        "prlimit64 1 7",
+        "sched_setaffinity 1 0",
+        "sched_setattr 1 0",
+        "sched_setparam 1 0",
+        "sched_setscheduler 1 5",
+        "setpriority 0 1",
+        "setpriority 1 1",
+        "setpriority 2 0",
+        "ioprio_set 1 1",
+        "ioprio_set 2 1",
+        "ioprio_set 3 0",
+    ],
+)
+async def test_pid_1_keeps_its_limits_and_its_turn(site: Site, launcher: Launcher, call: str) -> None:
+    # Root inside is the same user as the agent, and nothing else is asked for by these calls.
+    place = site.place()
+    os.close((await launcher.launch(place.plan)).pidfd)
+    assert await place.ask(f"call {call}") == EPERM
+
+
+async def test_ones_own_limits_and_priority_may_be_changed(site: Site, launcher: Launcher) -> None:
+    place = site.place()
+    os.close((await launcher.launch(place.plan)).pidfd)
+    assert await place.said("call prlimit64 0 7") == ""
+    for line in ("call setpriority 0 0", "call setpriority 1 0", "call ioprio_set 1 0"):
+        assert (
+            await place.ask(line) != EPERM
+        )  # the kernel decides: EACCES where the tests themselves run with less priority
+    assert await place.ask("call sched_setscheduler 0 0") == f"errno {errno.EINVAL}"  # the kernel's own answer
+
+
 async def test_masks_hide(site: Site, launcher: Launcher) -> None:
     place = site.place()
     os.close((await launcher.launch(place.plan)).pidfd)
