@@ -42,7 +42,7 @@ from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
 from opendsec.linux.node_number import SLOTS, NodeNumber, claim
-from opendsec.linux.probe import CONTAINER_NEEDS, probe
+from opendsec.linux.probe import CONTAINER_NEEDS, Remembered
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.ids import SandboxId
 from opendsec.model.node import BackendReport
@@ -95,6 +95,7 @@ class ContainerBackend(Backend):
     ) -> None:
         self._layers = layers
         self._state_dir = state_dir
+        self._run_dir = run_dir
         self._cgroup_root = cgroup_root
         self._templates = Templates(run_dir / "templates", hostname=HOSTNAME)
         self._launcher = Launcher()
@@ -122,12 +123,13 @@ class ContainerBackend(Backend):
 
     async def open(self) -> None:
         self._reasons.clear()
+        probes = Remembered(self._run_dir / "probed", state_dir=self._state_dir)
         for name in CONTAINER_NEEDS:
-            answer = await asyncio.to_thread(probe, name, state_dir=self._state_dir)
+            answer = await asyncio.to_thread(probes.probe, name)
             if not answer.ok:
                 raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
-        self._may_network = await self._can("network", "veth", "nft", "forwarding")
-        self._may_limit_disk = await self._can("disk limits", "loop", "mkfs.ext4")
+        self._may_network = await self._can(probes, "network", "veth", "nft", "forwarding")
+        self._may_limit_disk = await self._can(probes, "disk limits", "loop", "mkfs.ext4")
         self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
         resolvers, refused = find_resolvers()
         if refused:
@@ -181,10 +183,10 @@ class ContainerBackend(Backend):
             raise BackendUnavailableError("the container backend is not open")
         return self._number.first_slot + slot
 
-    async def _can(self, feature: str, *names: str) -> bool:
+    async def _can(self, probes: Remembered, feature: str, *names: str) -> bool:
         """Whether all probes say so; the first that does not goes to the report."""
         for name in names:
-            answer = await asyncio.to_thread(probe, name, state_dir=self._state_dir)
+            answer = await asyncio.to_thread(probes.probe, name)
             if not answer.ok:
                 self._reasons.append(f"no {feature}: {answer.sentence}")
                 return False

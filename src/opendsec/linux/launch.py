@@ -206,12 +206,16 @@ def install_guest(state_dir: Path, *, binary: Path = GUEST_PATH) -> Path:
     target.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.{os.getpid()}")
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(content)
-        os.fchmod(fd, 0o711)
-        file.flush()
-        os.fsync(fd)
-    temporary.rename(target)
+    try:
+        with os.fdopen(fd, "wb") as file:
+            file.write(content)
+            os.fchmod(fd, 0o711)
+            file.flush()
+            os.fsync(fd)
+        temporary.rename(target)
+    except OSError:
+        temporary.unlink()
+        raise
     return target
 
 

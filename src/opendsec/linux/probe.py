@@ -361,6 +361,30 @@ def probe(name: str, *, state_dir: Path = Path("/var/lib/opendsec")) -> Answer:
         return Answer(name=name, ok=False, sentence=f"{error.strerror}{where}", remedy=_remedy_of(b"", error.errno))
 
 
+class Remembered:
+    """Answers of `probe` that were yes, kept in a file of the run directory, so until the next boot.
+
+    A service that is started again need not ask again: it is back sooner, and also when the disk is full meanwhile,
+    on which most questions are tried.
+    """
+
+    def __init__(self, path: Path, *, state_dir: Path) -> None:
+        self._path = path
+        self._state_dir = state_dir
+        self._known = set(path.read_text(encoding="ascii").split()) if path.exists() else set()
+
+    def probe(self, name: str) -> Answer:
+        """Ask, unless the answer is known. Blocking. Raises OSError when the answer cannot be kept."""
+        if name in self._known:
+            return Answer(name=name, ok=True, sentence="it worked before")
+        answer = probe(name, state_dir=self._state_dir)
+        if answer.ok:
+            self._known.add(name)
+            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            self._path.write_text("\n".join(sorted(self._known)), encoding="ascii")
+        return answer
+
+
 def _remedy_of(stderr: bytes, number: int | None = None) -> str:
     denied = number in (1, 13) or b"not permitted" in stderr.lower() or b"denied" in stderr.lower()
     return "run as root on the host itself (not in a container without privileges)" if denied else ""

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.linux.probe import CONTAINER_NEEDS, names, probe, probe_all
+from opendsec.linux.probe import CONTAINER_NEEDS, Remembered, names, probe, probe_all
 
 pytestmark = pytest.mark.root
 
@@ -19,6 +19,17 @@ def test_every_question_has_an_answer_and_leaves_nothing(tmp_path: Path) -> None
     assert not [answer for answer in answers if answer.ok and answer.remedy]
     assert list(tmp_path.iterdir()) == []
     assert set(CONTAINER_NEEDS) <= set(names())
+
+
+def test_a_yes_is_remembered_and_a_no_is_asked_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = tmp_path / "run" / "probed"
+    assert Remembered(kept, state_dir=tmp_path).probe("root").ok
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert not probe("root").ok
+    assert Remembered(kept, state_dir=tmp_path).probe("root").ok
+    kept.unlink()
+    for _ in range(2):
+        assert not Remembered(kept, state_dir=tmp_path).probe("root").ok
 
 
 def test_an_unknown_question_is_a_mistake() -> None:
