@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import fcntl
 import logging
 import os
@@ -32,7 +31,7 @@ import msgspec
 from opendsec import errors
 from opendsec.backends.base import Backend, Handle, Running
 from opendsec.edge import journal
-from opendsec.edge.sandbox import Parts, Places, Sandbox
+from opendsec.edge.sandbox import Parts, Places, Sandbox, is_our_own_want
 from opendsec.guest.base import GuestError, GuestLostError, KnownCommand
 from opendsec.model.ids import SandboxId, is_id_of
 from opendsec.model.node import SandboxEnd
@@ -45,8 +44,6 @@ LOCK_WAIT_S = 10.0
 ADOPT_AT_ONCE = 64
 ADOPT_TRIES = 3
 ADOPT_PAUSE_S = 0.5
-_OUR_OWN_WANT = frozenset({errno.EMFILE, errno.ENFILE, errno.ENOMEM})
-"""Says something of this process, nothing of the sandbox."""
 
 
 class Enrol(Protocol):
@@ -271,7 +268,7 @@ async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
         found = await _found_again(sandbox.backend, handle, paused=paused)
     except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
         log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
-        if isinstance(exc, OSError) and exc.errno in _OUR_OWN_WANT:
+        if is_our_own_want(exc):
             raise errors.NodeError(
                 f"sandbox {sandbox.sandbox_id} cannot be taken over: {exc}",
                 remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -40,7 +41,7 @@ RECONNECTS = 20
 RECONNECT_TRIES = 3
 """Of one reconnect; a backend waits long for an answer each time."""
 RECONNECT_PAUSE_S = 0.5
-"""Between them, for what fails at once, such as a want of descriptors."""
+"""After each, for what fails at once."""
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
 NO_GUEST = "the sandbox has no guest agent yet"
@@ -449,16 +450,14 @@ class Sandbox:
         self._reconnects = [at for at in self._reconnects if now - at < RECONNECT_WINDOW_S] + [now]
         if len(self._reconnects) > RECONNECTS:
             return None
-        for attempt in range(RECONNECT_TRIES):
-            if attempt:
-                await asyncio.sleep(RECONNECT_PAUSE_S)
-            if self.life.end_reason is not None:
-                break
+        failures = 0
+        while failures < RECONNECT_TRIES and self.life.end_reason is None:
             try:
                 return await self.backend.reconnect(handle)
             except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
-                fields = {"sandbox_id": self.sandbox_id, "reason": str(exc), "attempt": attempt}
-                log.warning("reconnect_failed", extra={"fields": fields})
+                failures += not is_our_own_want(exc)
+                log.warning("reconnect_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            await asyncio.sleep(RECONNECT_PAUSE_S)
         return None
 
     def _why_lost(self) -> tuple[SandboxEnd, str]:
@@ -484,6 +483,11 @@ class Sandbox:
         """It had ended before; it is kept for those who still ask."""
         self.ended_at = ended_at
         self.life = lifecycle.ended(self.life, reason, detail, time.monotonic() - max(0.0, time.time() - ended_at))
+
+
+def is_our_own_want(error: Exception) -> bool:
+    """Whether it says something of this process (no descriptors, no memory), and nothing of a sandbox."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 def _started_record(handle: Handle, ready_at: float) -> journal.Started:

@@ -14,10 +14,11 @@ from typing import Any
 import pytest
 from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, settings_below, until
 
-from opendsec.backends.base import Running, StartPlan
+from opendsec.backends.base import Handle, Running, StartPlan
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge import commands, journal, lifecycle
 from opendsec.edge import node as node_module
+from opendsec.edge import sandbox as sandbox_module
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, Slots
@@ -34,6 +35,7 @@ from opendsec.errors import (
     UnschedulableError,
     UnsupportedError,
 )
+from opendsec.guest.base import Guest
 from opendsec.model.command import EndReason, ExecRequest, PtySize
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
@@ -145,6 +147,41 @@ async def test_an_edge_that_lost_its_timers_ends(tmp_path: Path, monkeypatch: py
         async with asyncio.timeout(5), edge(tmp_path):
             await asyncio.Event().wait()
     assert raised.group_contains(RuntimeError, match="no more time")
+
+
+class Unreachable(DummyBackend):
+    """`reconnect` fails so often with that error."""
+
+    def __init__(self, number: int, times: int) -> None:
+        super().__init__()
+        self.number, self.left = number, times
+
+    async def reconnect(self, handle: Handle) -> Guest | None:
+        if self.left:
+            self.left -= 1
+            raise OSError(self.number, os.strerror(self.number))
+        return await super().reconnect(handle)
+
+
+async def test_a_lost_connection_is_taken_up_again_when_there_are_descriptors(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox_module, "RECONNECT_PAUSE_S", 0.001)
+    backend = Unreachable(errno.EMFILE, times=20)
+    async with edge(tmp_path, backend) as node:
+        sandbox = await created(node)
+        await sandbox.guest.aclose()
+        assert (await run(sandbox, "exit 3")).exit_code == 3
+        assert backend.left == 0
+
+
+async def test_a_guest_that_cannot_be_reached_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandbox_module, "RECONNECT_PAUSE_S", 0.001)
+    async with edge(tmp_path, Unreachable(errno.ECONNREFUSED, times=20)) as node:
+        sandbox = await created(node)
+        await sandbox.guest.aclose()
+        await until(lambda: not sandbox.live)
+        assert sandbox.life.end_reason is SandboxEnd.GUEST_LOST
 
 
 class Stuck(DummyBackend):
