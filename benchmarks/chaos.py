@@ -39,6 +39,8 @@ SERVERS = frozenset({"edge", "apiserver", "supervisor"})
 """The launcher keeps a user namespace of each range of ids that was ever used, by design."""
 SETTLE_S = 20.0
 IDLE_S = 90.0
+LONG_S = 300.0
+"""Descriptors are counted at the end of a run at least so long."""
 SHOWN = 40
 
 
@@ -173,7 +175,8 @@ def chaos(options: argparse.Namespace, folder: Path) -> int:
             fates, ledgers = asyncio.run(last_words(platform))
             seconds = time.monotonic() - begin
             verdict = judge(disorder, fates, ledgers)
-            verdict.findings += many_descriptors(platform, before, patience_s=IDLE_S)
+            if options.seconds >= LONG_S:
+                verdict.findings += many_descriptors(platform, before, patience_s=IDLE_S)
             verdict.findings += left_over(platform, environment)
         finally:
             for client in disorder.clients:
