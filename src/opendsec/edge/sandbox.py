@@ -37,6 +37,9 @@ REMOVE_RETRY_S = 0.5
 REMOVE_RETRY_MAX_S = 30.0
 LAST_OUTPUT_S = 1.0
 """How long a stopped guest's connection may take to deliver what is still in it."""
+PING_EVERY_S = 30.0
+PING_ANSWER_S = 60.0
+"""A busy machine may keep a guest waiting for long; one that is silent for so long is taken for lost."""
 RECONNECTS = 20
 RECONNECT_TRIES = 3
 """Of one reconnect; a backend waits long for an answer each time."""
@@ -424,10 +427,26 @@ class Sandbox:
 
     def _watch_guest(self, guest: Guest) -> None:
         async def watch() -> None:
-            await guest.wait_closed()
+            while not await _closed_within(guest, PING_EVERY_S):
+                if self.life.busy and self.life.state is SandboxState.RUNNING and not await self._answers(guest):
+                    log.warning("guest_silent", extra={"fields": {"sandbox_id": self.sandbox_id}})
+                    await guest.aclose()
             await self.reconnected(guest)
 
         self.spawn(watch(), "guest")
+
+    async def _answers(self, guest: Guest) -> bool:
+        """Whether a guest that has work still speaks: a connection that is silent for ever would hold up everybody
+        who waits for that work. A paused one is excused.
+        """
+        try:
+            async with asyncio.timeout(PING_ANSWER_S):
+                await guest.ping()
+        except TimeoutError:
+            return self.life.state is not SandboxState.RUNNING
+        except (GuestLostError, GuestError):
+            return True  # the end of the connection is seen by itself
+        return True
 
     async def reconnected(self, lost: Guest) -> Guest | None:
         """A connection that is not `lost`; None when the sandbox is ending, which it does when there is no other."""
@@ -488,6 +507,15 @@ class Sandbox:
 def is_our_own_want(error: Exception) -> bool:
     """Whether it says something of this process (no descriptors, no memory), and nothing of a sandbox."""
     return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
+
+
+async def _closed_within(guest: Guest, seconds: float) -> bool:
+    try:
+        async with asyncio.timeout(seconds):
+            await guest.wait_closed()
+    except TimeoutError:
+        return False
+    return True
 
 
 def _started_record(handle: Handle, ready_at: float) -> journal.Started:

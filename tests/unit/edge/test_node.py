@@ -498,6 +498,46 @@ async def test_guest_gone_for_good_fails_the_sandbox(node: Node) -> None:
     assert command.result.end_reason is EndReason.SANDBOX_ENDED
 
 
+async def test_a_guest_that_says_nothing_any_more_is_connected_anew(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendsec.edge.sandbox.PING_EVERY_S", 0.01)
+    monkeypatch.setattr("opendsec.edge.sandbox.PING_ANSWER_S", 0.01)
+    sandbox = await created(node)
+    silent = sandbox.guest
+    asked = asyncio.Event()
+
+    async def ping() -> float:
+        asked.set()
+        await asyncio.Event().wait()
+        return 0.0
+
+    monkeypatch.setattr(silent, "ping", ping)
+    command = await sandbox.submit(ExecRequest(script="sleep 0.1; echo end"))
+    await until(lambda: sandbox.guest is not silent)
+    assert asked.is_set()
+    assert await output(sandbox, await ended(command)) == b"end\n"
+
+
+async def test_an_idle_guest_is_not_asked(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("opendsec.edge.sandbox.PING_EVERY_S", 0.005)
+    sandbox = await created(node)
+    asked = 0
+
+    async def ping() -> float:
+        nonlocal asked
+        asked += 1
+        return 0.0
+
+    monkeypatch.setattr(sandbox.guest, "ping", ping)
+    command = await sandbox.submit(ExecRequest(script="sleep 0.1"))
+    await ended(command)
+    busy = asked
+    await asyncio.sleep(0.05)
+    assert busy >= 1
+    assert asked <= busy + 1
+
+
 async def test_unknown_command_is_not_found(node: Node) -> None:
     sandbox = await created(node)
     for name in ("cmd-1", "cmd-01", "1", "cmd-x", "cmd-" + "9" * 30):
