@@ -47,9 +47,12 @@ async def connect(path: str | os.PathLike[str], timeout_s: float = 10.0) -> Chan
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.get_running_loop().sock_connect(sock, os.fspath(path))
-    except (OSError, TimeoutError) as exc:
+    except OSError as exc:
         sock.close()
         raise GuestLostError(f"cannot connect to the guest agent: {exc!r}") from exc
+    except asyncio.CancelledError:
+        sock.close()
+        raise
     return await greet(sock, timeout_s)
 
 
@@ -57,13 +60,15 @@ async def greet(sock: socket.socket, timeout_s: float = 10.0) -> Channel:
     """A channel over a connected stream socket, which it takes over. Raises GuestLostError."""
     channel = Channel()
     await asyncio.get_running_loop().create_connection(lambda: channel.link, sock=sock)
+    greeted = False
     try:
         async with asyncio.timeout(timeout_s):
             await channel.hello()
+        greeted = True
     except TimeoutError:
         raise GuestLostError(f"the guest agent did not answer HELLO within {timeout_s} seconds") from None
     finally:
-        if not channel.agent:
+        if not greeted:
             channel.link.fail("no HELLO")
             await channel.wait_closed()
     return channel

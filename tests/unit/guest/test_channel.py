@@ -281,3 +281,23 @@ async def test_a_directory_without_end_is_refused(pair: tuple[Channel, Liar], mo
     error = listing.result()
     assert isinstance(error, GuestError)
     assert (error.errno, "more than 10 entries" in str(error)) == (errno.EOVERFLOW, True)
+
+
+async def test_a_greeting_given_up_at_the_last_moment_leaves_no_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    hello = Channel.hello
+
+    async def given_up(channel: Channel) -> None:
+        await hello(channel)
+        raise asyncio.CancelledError
+
+    monkeypatch.setattr(Channel, "hello", given_up)
+    ours, theirs = socket.socketpair()
+    with theirs:
+        for sock in (ours, theirs):
+            sock.setblocking(False)
+        await Liar(theirs).send(HELLO)
+        with pytest.raises(asyncio.CancelledError):
+            await greet(ours, 5)
+        async with asyncio.timeout(5):
+            while await asyncio.get_running_loop().sock_recv(theirs, 65536):
+                pass
