@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
+from importlib.metadata import version
+from typing import Annotated, NoReturn
 
 import typer
 
 from opendsec.cli import exits
 from opendsec.cli.app import app as client_app
-from opendsec.cli.output import print_error
+from opendsec.cli.output import print_error, print_line
 from opendsec.errors import OpenDSecError
 
 _PANEL = "This machine"
@@ -43,6 +44,7 @@ def whole_app() -> typer.Typer:
 
     whole = typer.Typer()
     whole.info = client_app.info
+    whole.callback()(_options)
     whole.pretty_exceptions_enable = False
     whole.rich_markup_mode = client_app.rich_markup_mode
     whole.registered_commands = list(client_app.registered_commands)
@@ -50,6 +52,20 @@ def whole_app() -> typer.Typer:
         whole.command(name, rich_help_panel=_PANEL)(command)
     whole.add_typer(images.app, name="image", rich_help_panel=_PANEL)
     return whole
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print_line(f"opendsec {version('opendsec')}")
+        raise typer.Exit
+
+
+def _options(
+    _version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    pass
 
 
 def asks_for_json(words: Sequence[str]) -> bool:

@@ -165,7 +165,10 @@ class Iam:
 
 
 def _unknown_key() -> errors.UnauthorizedError:
-    return errors.UnauthorizedError("the API key is not known", remedy="make one with POST /v1/keys")
+    return errors.UnauthorizedError(
+        "the API key is not known",
+        remedy="check OPENDSEC_API_KEY; unset, the key of this machine's own platform is used",
+    )
 
 
 def _find_key(connection: sa.Connection, digest: str) -> Principal | None:

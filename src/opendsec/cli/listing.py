@@ -14,6 +14,7 @@ from opendsec.cli.output import Json, note, print_error, print_json, print_line,
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
 from opendsec.errors import OpenDSecError
+from opendsec.model.command import CommandStatus
 from opendsec.model.node import LIVE_STATES, SandboxState, SandboxStatus
 
 PARALLEL_STOPS = 32
@@ -87,7 +88,7 @@ def logs(
             (
                 item.command_id,
                 when(item.started_at),
-                "running" if item.result is None else f"{item.result.end_reason} {item.result.exit_code}",
+                state_of(item),
                 size(item.stdout_bytes + item.stderr_bytes),
                 item.summary.replace("\n", " ")[:60],
             )
@@ -118,6 +119,16 @@ def stop(
         return await _stop_all(client, names, as_json=as_json)
 
     with_client(main)
+
+
+def state_of(command: CommandStatus) -> str:
+    """What became of it, in a word or two: its end reason and exit status once it has ended."""
+    if command.running:
+        return "running"
+    if command.result is None:
+        return "not started"
+    code = command.result.exit_code
+    return str(command.result.end_reason) if code is None else f"{command.result.end_reason} {code}"
 
 
 async def _stop_all(client: DSecClient, names: list[str], *, as_json: bool) -> int:

@@ -22,7 +22,8 @@ Timeout = Annotated[
     float | None, typer.Option("--timeout", metavar="SECONDS", help="End the command after this time (status 124).")
 ]
 IdleTtl = Annotated[
-    float, typer.Option("--ttl", metavar="SECONDS", help="Stop the sandbox after this time without any use; 0: never.")
+    float,
+    typer.Option("--ttl", min=0, metavar="SECONDS", help="Stop the sandbox after this time without any use; 0: never."),
 ]
 
 

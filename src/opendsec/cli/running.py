@@ -12,6 +12,7 @@ from opendsec.cli import exits, options
 from opendsec.cli.output import Json, note, print_json
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
+from opendsec.errors import ExecError
 from opendsec.model.spec import BackendKind
 
 Stdin = Annotated[
@@ -41,7 +42,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
-    argv = _argv(context)
+    argv = _argv(context, image)
     args = options.run_args(image, backend=backend, memory=memory, cpus=cpus, network=network, labels=labels, ttl=ttl)
     variables = options.pairs(env, "--env")
 
@@ -74,7 +75,7 @@ def exec_(
     as_json: Json = False,
 ) -> None:
     """Run a command in a sandbox that is there already: `opendsec exec sbx-… -- make test`."""
-    argv = _argv(context)
+    argv = _argv(context, sandbox_id)
     variables = options.pairs(env, "--env")
 
     async def main(client: DSecClient) -> int:
@@ -94,12 +95,18 @@ def exec_(
     with_client(main)
 
 
-def _argv(context: typer.Context) -> list[str]:
+def _argv(context: typer.Context, target: str) -> list[str]:
+    """What follows `target`, which was taken for image or sandbox. Raises typer.BadParameter."""
     words = list(context.args)
+    if target.startswith("-"):
+        raise typer.BadParameter(f"there is no option {target}; -h shows all", param_hint="options")
     if words[:1] == ["--"]:
         words = words[1:]
     elif words and words[0].startswith("-"):
-        raise typer.BadParameter(f"{words[0]}: options go before this point", param_hint="COMMAND")
+        raise typer.BadParameter(
+            f"{words[0]} stands after {target}: options go before it, and a command that begins with - after --",
+            param_hint="COMMAND",
+        )
     if not words:
         raise typer.BadParameter("say what to run, after --", param_hint="COMMAND")
     return words
@@ -124,9 +131,14 @@ async def _run(
         )
         print_json(_fields(sandbox, result))
         return exits.of_result(result)
-    process = await sandbox.commands.start(
-        command, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, session=session
-    )
+    try:
+        process = await sandbox.commands.start(
+            command, cwd=cwd, env=env, user=user, timeout=timeout, stdin=stdin, session=session
+        )
+    except ExecError as error:
+        if len(argv) == 1 and " " in argv[0]:
+            error.remedy = f"no program has that name; for a shell's command line: sh -c {shlex.quote(argv[0])}"
+        raise
     end = await relay(process, stdin=stdin)
     if text := exits.sentence(end):
         note(f"opendsec: {text}")

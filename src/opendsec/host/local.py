@@ -1,7 +1,7 @@
 """The platform of one machine as files: where it keeps what, which processes belong to it, what its SDK and CLI read.
 
 <run>/up.lock            held by whoever runs or changes the platform
-<run>/up.json            with which settings it was started
+<run>/up.json            with which settings it was started, mode 0600
 <run>/<process>.pid      pid and start time of supervisor, apiserver and edge: a pid in another life is never signalled
 <run>/local.json         address and key for SDK and CLI on this machine, mode 0600
 <state>/log/opendsec.log what the processes of `up -d` say
@@ -13,7 +13,7 @@ import contextlib
 import fcntl
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -22,6 +22,9 @@ from opendsec import errors
 from opendsec.apiserver.settings import DEFAULT_LISTEN, DEFAULT_RUN_DIR, DEFAULT_STATE_DIR, database_file, edge_socket
 from opendsec.model.ids import check_edge_name
 from opendsec.server.runner import Address, parse_address
+
+_OF_CALLER = frozenset({"OPENDSEC_API_URL", "OPENDSEC_API_KEY", "OPENDSEC_LOG_LEVEL"})
+"""Settings that belong to whoever calls, not to the platform that runs."""
 
 SUPERVISOR = "supervisor"
 APISERVER = "apiserver"
@@ -36,6 +39,8 @@ class Local:
     run_dir: Path
     listen: str = DEFAULT_LISTEN
     edge: str = "local"
+    settings: Mapping[str, str] = field(default_factory=dict)
+    """Further settings its processes were started with."""
 
     @property
     def address(self) -> Address:
@@ -73,6 +78,7 @@ class Local:
         """What its processes are started with; the caller's own settings stay unless they are decided here."""
         return {
             **given,
+            **self.settings,
             "OPENDSEC_STATE_DIR": str(self.state_dir),
             "OPENDSEC_RUN_DIR": str(self.run_dir),
             "OPENDSEC_LISTEN": self.listen,
@@ -92,14 +98,19 @@ def chosen(environment: Mapping[str, str], *, listen: str | None = None, edge: s
         run_dir=Path(environment.get("OPENDSEC_RUN_DIR") or DEFAULT_RUN_DIR).absolute(),
         listen=listen,
         edge=check_edge_name(edge or environment.get("OPENDSEC_EDGE") or "local"),
+        settings={
+            name: value
+            for name, value in environment.items()
+            if name.startswith("OPENDSEC_") and name not in _OF_CALLER
+        },
     )
 
 
 def started(environment: Mapping[str, str]) -> Local:
-    """The platform as it was started here last; as `chosen` when there is none."""
+    """The platform as it was started here last, with all its settings; as `chosen` when there is none."""
     default = chosen(environment)
     try:
-        fields = msgspec.json.decode((default.run_dir / "up.json").read_bytes(), type=dict[str, str])
+        record = msgspec.json.decode((default.run_dir / "up.json").read_bytes(), type=_Record)
     except FileNotFoundError:
         return default
     except msgspec.DecodeError as exc:
@@ -107,14 +118,29 @@ def started(environment: Mapping[str, str]) -> Local:
             f"{default.run_dir}/up.json is not readable: {exc}", remedy="remove it; the defaults are used then"
         ) from exc
     return Local(
-        state_dir=Path(fields["state_dir"]), run_dir=default.run_dir, listen=fields["listen"], edge=fields["edge"]
+        state_dir=Path(record.state_dir),
+        run_dir=default.run_dir,
+        listen=record.listen,
+        edge=record.edge,
+        settings=record.settings,
     )
 
 
+class _Record(msgspec.Struct):
+    """up.json"""
+
+    state_dir: str
+    listen: str
+    edge: str
+    settings: dict[str, str] = {}
+
+
 def remember(local: Local) -> None:
-    """Write up.json for `down` and `status`."""
-    fields = {key: str(value) for key, value in asdict(local).items()}
-    write_private(local.run_dir / "up.json", msgspec.json.encode(fields))
+    """Write up.json for `down` and `status`, which may be called without the settings `up` had."""
+    record = _Record(
+        state_dir=str(local.state_dir), listen=local.listen, edge=local.edge, settings=dict(local.settings)
+    )
+    write_private(local.run_dir / "up.json", msgspec.json.encode(record))
 
 
 def write_private(path: Path, content: bytes) -> None:

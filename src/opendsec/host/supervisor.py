@@ -28,7 +28,7 @@ from opendsec.host.stopping import Stopped, clear_run_files, may_have_sandboxes,
 from opendsec.linux.process import identify, reap, wait_ended
 from opendsec.model.node import NodeReport
 from opendsec.server.logs import configure
-from opendsec.server.runner import Address, run
+from opendsec.server.runner import Address, listen, run
 from opendsec.server.streams import first_failure
 from opendsec.wire import codec
 
@@ -129,6 +129,23 @@ class Supervisor:
                 loop.remove_signal_handler(number)
 
 
+def check_free(address: Address) -> None:
+    """Raises NotReadyError, before anything is started, when the API's address cannot be had.
+
+    A Unix socket is taken over from whoever had it; that nobody of ours does, the lock says.
+    """
+    if address.path is not None:
+        return
+    try:
+        listen(address).close()
+    except OSError as exc:
+        raise NotReadyError(
+            f"listen: {exc.strerror}",
+            detail={"field": "listen"},
+            remedy="choose another address with --listen HOST:PORT or OPENDSEC_LISTEN",
+        ) from exc
+
+
 async def wait_ready(local: Local) -> NodeReport:
     """Until the apiserver answers and the edge has an available backend. Raises NotReadyError with the reasons."""
     edge = EdgeLink(local.edge, Address(path=local.edge_socket), patience_s=READY_S)
@@ -168,6 +185,7 @@ async def supervise(
             try:
                 for name in (APISERVER, EDGE):
                     await processes.end(local, name)  # of a supervisor that was killed: sandboxes do not notice
+                check_free(local.address)
                 key = await asyncio.to_thread(ensure_local_key, local)
                 await supervisor.run(key, on_ready)
             except BaseException:

@@ -138,7 +138,7 @@ def _start_detached(local: Local) -> Mapping[str, Any]:
     message: dict[str, Any] = msgspec.json.decode(line)
     if "error" in message:
         error = codec.error_from_fields(message["error"])
-        if not isinstance(error, RunningAlreadyError):
+        if "process" in error.detail or "backends" in error.detail:
             _stderr.print(_log_tail(local.log_file, begun), markup=False, soft_wrap=True)
         raise error
     report: Mapping[str, Any] = message["ready"]
@@ -234,6 +234,9 @@ def _counted(count: int, word: str, plural: str) -> str:
 def _print_status(local: Local, pids: Mapping[str, int | None], report: NodeReport | None, problem: str) -> None:
     for name, pid in pids.items():
         print(f"{name:<11} {f'pid {pid}' if pid is not None else 'not running'}")
+    if not any(pids.values()):
+        print("Nothing runs. `opendsec up -d` starts it.")
+        return
     if report is None:
         print(f"node        {problem}")
         return

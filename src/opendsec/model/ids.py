@@ -46,7 +46,11 @@ def edge_of(sandbox_id: str) -> str:
     """Name of the edge that owns this sandbox. Raises InvalidSpecError for a malformed id."""
     match = _SANDBOX_PATTERN.match(sandbox_id)
     if match is None:
-        raise InvalidSpecError(f"{sandbox_id[:80]!r} is not a sandbox id", detail={"field": "sandbox_id"})
+        raise InvalidSpecError(
+            f"{sandbox_id[:80]!r} is not a sandbox id",
+            detail={"field": "sandbox_id"},
+            remedy="ids look like sbx-local-abcdefgh23456777; `opendsec ls` lists yours",
+        )
     return match.group(1)
 
 
@@ -59,5 +63,9 @@ def is_id_of(edge: str, name: str) -> bool:
 def check_image_name(name: str, *, field: str = "image") -> str:
     """The name itself if it can be an image reference, else InvalidSpecError naming `field`."""
     if not _NAME_PATTERN.match(name) or ".." in name or "//" in name or name.endswith("/"):
-        raise InvalidSpecError(f"{field} {name[:80]!r} is not an image name", detail={"field": field})
+        raise InvalidSpecError(
+            f"{field} {name[:80]!r} is not an image name",
+            detail={"field": field},
+            remedy="names begin with a letter or digit and go on with these, or . _ : / @ -",
+        )
     return name

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from importlib.metadata import version
+
 import pytest
 import typer
 
 from opendsec.cli.copying import Inside, parse_place
+from opendsec.cli.listing import state_of
 from opendsec.cli.options import pairs, run_args
 from opendsec.cli.session import first_cause
 from opendsec.errors import InvalidSpecError
-from opendsec.main import app_for, asks_for_json
+from opendsec.main import app_for, asks_for_json, main
+from opendsec.model.command import CommandResult, CommandStatus
+from opendsec.model.ids import CommandId
 from opendsec.model.spec import BackendKind
 
 
@@ -56,3 +61,33 @@ def test_client_commands_come_without_the_machines() -> None:
     assert "up" not in {command.name for command in app_for(["ls", "-a"]).registered_commands}
     for words in ([], ["--help"], ["up"], ["image", "ls"], ["no-such-command"]):
         assert {"ls", "up"} <= {command.name for command in app_for(words).registered_commands}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["run", "--memroy", "5", "debian", "--", "true"], "no option --memroy"),
+        (["run", "debian", "--memory", "5", "--", "true"], "--memory stands after debian"),
+        (["run", "debian"], "say what to run"),
+        (["run", "--ttl", "-3", "debian", "--", "true"], "--ttl"),
+    ],
+)
+def test_a_slip_is_named(capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(words)
+    assert (left.value.code, said in capsys.readouterr().err) == (2, True)
+
+
+def test_the_version(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["--version"])
+    assert (left.value.code, capfdbinary.readouterr().out) == (0, f"opendsec {version('opendsec')}\n".encode())
+
+
+def status(*, running: bool, result: CommandResult | None = None) -> CommandStatus:
+    return CommandStatus(command_id=CommandId("cmd-1"), summary="true", started_at=0.0, running=running, result=result)
+
+
+def test_a_command_that_never_started_is_not_shown_as_running() -> None:
+    assert state_of(status(running=True)) == "running"
+    assert state_of(status(running=False)) == "not started"
