@@ -62,7 +62,7 @@ async def test_a_full_disk(place: Place) -> None:
             while box.backend.usage(box.running.handle).disk_full:
                 await asyncio.sleep(0.01)
         if box.backend.kind == BackendKind.CONTAINER:
-            assert (await box.run("yes > /big")).exit.exit_code == 1
+            assert (await box.run("dd if=/dev/zero of=/big bs=1M")).exit.exit_code == 1
         else:
             await box.guest.write_file("/big", zeros(16 * MIB))
         assert box.backend.usage(box.running.handle).disk_full is True

@@ -59,7 +59,8 @@ MAX_SOCKET_PATH = 107
 BACKLOG = 16
 FORWARDING = Path("/run/opendsec.ip_forward")
 """Of all edges of this kernel: what net.ipv4.ip_forward was before the first of them needed it."""
-FULL_BELOW_BYTES = 64 * 1024
+FULL_BELOW_BYTES = 1024 * 1024
+"""A file system keeps some blocks back: ext4 refuses a large write with 650 to 850 KiB free."""
 _ALWAYS = (
     Capability.EXEC,
     Capability.SESSIONS,
