@@ -7,7 +7,7 @@ mounts in its processes' mount namespaces, files in its directories. Other work 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opendsec.linux.cgroup import find_mounts
@@ -15,7 +15,7 @@ from opendsec.linux.cgroup import find_mounts
 NAMESPACES = ("mnt", "net", "ipc", "uts", "pid", "user", "cgroup")
 
 
-def count(pids: Mapping[str, int], *, cgroup_root: str, places: Iterable[Path]) -> dict[str, int]:
+def count(pids: Mapping[str, int], *, cgroup_root: str, places: Sequence[Path]) -> dict[str, int]:
     """Name of a kind → how many there are."""
     groups = [group for top in _group_tops(cgroup_root) for group, _, _ in os.walk(top)]
     return {
@@ -28,6 +28,7 @@ def count(pids: Mapping[str, int], *, cgroup_root: str, places: Iterable[Path]) 
             for name, pid in pids.items()
         },
         **{f"descriptors of {name}": len(os.listdir(f"/proc/{pid}/fd")) for name, pid in pids.items()},
+        **{f"sockets of {name}": _sockets(pid) for name, pid in pids.items() if name == "apiserver"},
         **{f"threads of {name}": len(os.listdir(f"/proc/{pid}/task")) for name, pid in pids.items()},
         **{f"children of {name}": len(_children(pid)) for name, pid in pids.items()},
     }
@@ -53,8 +54,14 @@ def _target(link: Path) -> str:
         return ""  # the descriptor the listing itself used
 
 
-def _mounts(pid: int) -> int:
-    return len(_read(Path(f"/proc/{pid}/mountinfo")).splitlines())
+def _sockets(pid: int) -> int:
+    return sum(_target(link).startswith("socket:") for link in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def _mounts(pid: int, places: Sequence[Path]) -> int:
+    """Those at or below our directories, or made from something in them."""
+    lines = _read(Path(f"/proc/{pid}/mountinfo")).splitlines()
+    return sum(any(str(place) in line for place in places) for line in lines)
 
 
 def _children(pid: int) -> list[str]:
