@@ -7,6 +7,8 @@
 #include <sched.h>
 #include <stdio.h>
 #include <string.h>
+#include <sys/prctl.h>
+#include <sys/syscall.h>
 #include <sys/wait.h>
 #include <unistd.h>
 
@@ -49,12 +51,27 @@ static int be_born(void *argument)
     return 0;
 }
 
-static int make(const struct host *host, uint32_t outside, uint32_t count)
+/* What is counted per user (pending signals, message queues, locked memory, inotify) is counted for a namespace's owner too. Root as the owner of all
+ * would let one sandbox use up what the others, and root itself, are allowed. */
+static int clone_owned(uint32_t owner, struct birth *birth)
 {
     static char stack[16 * 1024] __attribute__((aligned(16)));
+    if (syscall(SYS_setresuid, -1, owner, -1) < 0)
+        return -1;
+    int pid = clone(be_born, stack + sizeof(stack), CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER, birth);
+    int error = errno;
+    if (syscall(SYS_setresuid, -1, 0, -1) < 0)
+        _exit(1); /* cannot be: our real user is root */
+    prctl(PR_SET_DUMPABLE, 1);
+    errno = error;
+    return pid;
+}
+
+static int make(const struct host *host, uint32_t outside, uint32_t count)
+{
     struct birth birth = {.host_proc = host->proc, .proc = -1, .userns = -1};
     char map[64];
-    int pid = clone(be_born, stack + sizeof(stack), CLONE_VM | CLONE_VFORK | CLONE_FILES | CLONE_NEWUSER, &birth);
+    int pid = clone_owned(outside, &birth);
     int error = pid < 0 ? errno : birth.error;
     snprintf(map, sizeof(map), "0 %u %u\n", outside, count);
     if (error == 0 && (write_text(birth.proc, "uid_map", map) < 0 || write_text(birth.proc, "gid_map", map) < 0))

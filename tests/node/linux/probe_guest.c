@@ -153,6 +153,20 @@ static int do_call(char *text)
     return -1;
 }
 
+/* Queues so many signals that nobody takes. */
+static int do_pend(char *count)
+{
+    const union sigval nothing = {0};
+    sigset_t set;
+    sigemptyset(&set);
+    sigaddset(&set, SIGRTMIN);
+    sigprocmask(SIG_BLOCK, &set, NULL);
+    for (int i = atoi(count); i > 0; i--)
+        if (sigqueue(getpid(), SIGRTMIN, nothing) < 0)
+            return -1;
+    return 0;
+}
+
 static int do_socket(char *family)
 {
     return socket(atoi(family), SOCK_STREAM, 0);
@@ -211,7 +225,7 @@ static const struct verb {
     {"read", do_read},       {"write", do_write},     {"stat", do_stat},     {"list", do_list},         {"bind", do_bind},     {"link", do_link},
     {"hostname", do_hostname}, {"mount", do_mount},   {"umount", do_umount}, {"unshare", do_unshare},   {"clone3", do_clone3}, {"kill", do_kill},
     {"ptrace", do_ptrace},   {"mknod", do_mknod},     {"syscall", do_syscall}, {"socket", do_socket},   {"nofile", do_nofile}, {"cgroup", do_cgroup},
-    {"mkcgroup", do_mkcgroup}, {"setuid", do_setuid},     {"eat", do_eat},           {"call", do_call},
+    {"mkcgroup", do_mkcgroup}, {"setuid", do_setuid},     {"eat", do_eat},           {"call", do_call},       {"pend", do_pend},
 };
 
 static void run(int connection, char *line)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import resource
 import subprocess
@@ -25,6 +26,8 @@ pytestmark = [
     pytest.mark.native,
 ]
 
+NS_GET_OWNER_UID = 0xB704
+"""linux/nsfs.h"""
 EPERM, EACCES = f"errno {errno.EPERM}", f"errno {errno.EACCES}"
 
 
@@ -188,6 +191,24 @@ async def test_pid_1_keeps_its_limits_and_its_turn(site: Site, launcher: Launche
     place = site.place()
     os.close((await launcher.launch(place.plan)).pidfd)
     assert await place.ask(f"call {call}") == EPERM
+
+
+async def test_what_is_counted_per_user_is_not_counted_for_the_hosts_root(site: Site, launcher: Launcher) -> None:
+    place = site.place()
+    launched = await launcher.launch(place.plan)
+    os.close(launched.pidfd)
+    owner = bytearray(4)
+    with Path(f"/proc/{launched.pid}/ns/user").open("rb") as namespace:
+        fcntl.ioctl(namespace.fileno(), NS_GET_OWNER_UID, owner)
+    assert int.from_bytes(owner, "little") == OUTSIDE
+
+    def pending_of_root() -> int:
+        status = Path("/proc/self/status").read_text()
+        return int(status.partition("SigQ:")[2].split("/")[0])
+
+    before = pending_of_root()
+    assert await place.said("pend 1000") == ""
+    assert pending_of_root() < before + 500
 
 
 async def test_ones_own_limits_and_priority_may_be_changed(site: Site, launcher: Launcher) -> None:
