@@ -68,13 +68,15 @@ bool reap_has_children(void) {
 }
 
 void reap_init(void) {
-    sigset_t all, child;
-    sigfillset(&all);
+    sigset_t blocked, child;
+    sigfillset(&blocked);
     if (getpid() != 1) { /* pid 1 is out of reach; elsewhere (tests) it must be possible to end it */
-        sigdelset(&all, SIGTERM);
-        sigdelset(&all, SIGINT);
+        sigdelset(&blocked, SIGTERM);
+        sigdelset(&blocked, SIGINT);
     }
-    sigprocmask(SIG_SETMASK, &all, NULL);
+    /* The kernel drops these when they are sent to pid 1; blocked, they would queue up to the sandbox's limit. */
+    for (int number = SIGRTMIN; number <= SIGRTMAX && getpid() == 1; number++) sigdelset(&blocked, number);
+    sigprocmask(SIG_SETMASK, &blocked, NULL);
     sigemptyset(&child);
     sigaddset(&child, SIGCHLD);
     int fd = signalfd(-1, &child, SFD_CLOEXEC | SFD_NONBLOCK);

@@ -12,7 +12,7 @@ struct child {
     void (*exited)(struct child *child, int status, const struct rusage *usage);
 };
 
-/* Blocks all signals and takes SIGCHLD by descriptor. */
+/* Signals end or disturb nothing from now on; SIGCHLD is taken by descriptor. */
 void reap_init(void);
 /* Must be called before the loop runs again after the fork: nothing is reaped in between, so no end is lost. */
 void child_register(struct child *child, pid_t pid, void (*exited)(struct child *, int, const struct rusage *));

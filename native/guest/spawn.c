@@ -55,7 +55,8 @@ bool spawn_has_room(int fd) {
 static _Noreturn void fail(const char *code, const char *format, const char *what) {
     struct spawn_failure failure = {.error = errno};
     strncpy(failure.code, code, sizeof failure.code - 1);
-    snprintf(failure.message, sizeof failure.message, format, what, strerror(errno));
+    if (failure.error) snprintf(failure.message, sizeof failure.message, format, what, strerror(failure.error));
+    else snprintf(failure.message, sizeof failure.message, "%s", what);
     ssize_t ignored = write(STATUS_FD, &failure, sizeof failure);
     (void)ignored;
     _exit(127);
@@ -110,7 +111,10 @@ static void make_room_for_arguments(const struct launch *launch) {
 }
 
 static void assume_user(const struct launch *launch, struct identity *identity) {
-    if (!identity_resolve(launch->user, identity)) fail("no_user", "%s: %s", identity->problem);
+    if (!identity_resolve(launch->user, identity)) {
+        errno = 0; /* the sentence says it all; what the last lookup left there does not belong to it */
+        fail("no_user", "%s: %s", identity->problem);
+    }
     if (launch->terminal && fchown(0, identity->uid, (gid_t)-1) < 0) fail("no_user", "%s: %s", "the terminal");
     if (!identity_assume(identity)) fail("no_user", "%s: %s", "changing to the user");
 }
@@ -177,6 +181,9 @@ pid_t spawn(const struct launch *launch) {
 pid_t spawn_worker(int keep) {
     pid_t pid = clone_into(-1);
     if (pid != 0) return pid;
+    sigset_t all;
+    sigfillset(&all);
+    sigprocmask(SIG_SETMASK, &all, NULL); /* it ends by its socket, and cleans up */
     dup3(keep, STATUS_FD, O_CLOEXEC);
     syscall(SYS_close_range, STATUS_FD + 1, ~0u, 0);
     return 0;

@@ -107,6 +107,13 @@ async def test_kill_counts_while_an_earlier_one_waits_for_its_grace(agent: Agent
     assert (await end_of(events)).reason == 2
 
 
+async def test_signals_that_queue_are_dropped_by_the_agent(connect: Connect) -> None:
+    shell = Shell(await connect())
+    result = await shell.run("for n in 36 40 50 63 64; do kill -$n 1; done; grep ShdPnd /proc/1/status")
+    assert result.stdout.split() == [b"ShdPnd:", b"0" * 16]
+    assert (await shell.run("exit 3")).exit.exit_code == 3
+
+
 async def test_orphans_made_faster_than_they_are_reaped_do_not_hold_up_the_agent(
     connect: Connect, hostile: str
 ) -> None:
