@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from opendsec.errors import DiskFullError as DiskFullError
     from opendsec.errors import ExecError as ExecError
     from opendsec.errors import FileError as FileError
+    from opendsec.errors import ForbiddenError as ForbiddenError
     from opendsec.errors import HostCapabilityError as HostCapabilityError
     from opendsec.errors import ImageError as ImageError
     from opendsec.errors import ImageInvalidError as ImageInvalidError
@@ -104,6 +105,7 @@ __all__ = [
     "FileKind",
     "FileStat",
     "Files",
+    "ForbiddenError",
     "HostCapabilityError",
     "Image",
     "ImageError",
@@ -178,6 +180,7 @@ _PLACES = {
         "DiskFullError",
         "ExecError",
         "FileError",
+        "ForbiddenError",
         "HostCapabilityError",
         "ImageError",
         "ImageInvalidError",

@@ -5,7 +5,8 @@
     │  ├─ InvalidSpecError                 a field is wrong; `detail["field"]` names it
     │  ├─ NotFoundError                    no such sandbox, command, image or file path in the API
     │  ├─ ConflictError                    the state, or an idempotency key with another body, forbids it
-    │  ├─ UnauthorizedError                no key, a wrong key, or a key without this right
+    │  ├─ UnauthorizedError                no key, or a wrong key
+    │  ├─ ForbiddenError                   the key is good and has not this right
     │  └─ UnsupportedError                 this backend or host cannot do that; named, never ignored
     ├─ CapacityError                       try again later
     │  ├─ UnschedulableError               no edge took it; `detail["reasons"]` says why, edge by edge
@@ -108,10 +109,17 @@ class ConflictError(RequestError):
 
 
 class UnauthorizedError(RequestError):
-    """No API key, a wrong one, or one without this right."""
+    """No API key, or a wrong one."""
 
     code = "unauthorized"
     http_status = 401
+
+
+class ForbiddenError(RequestError):
+    """The API key is good and does not have this right; another key may."""
+
+    code = "forbidden"
+    http_status = 403
 
 
 class UnsupportedError(RequestError):

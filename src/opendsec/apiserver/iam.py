@@ -83,9 +83,9 @@ def check_project_name(name: str) -> str:
 
 
 def require_admin(principal: Principal) -> None:
-    """Raises UnauthorizedError unless the principal is an admin."""
+    """Raises ForbiddenError unless the principal is an admin."""
     if principal.role is not Role.ADMIN:
-        raise errors.UnauthorizedError(
+        raise errors.ForbiddenError(
             "this key may not administer keys and projects", detail={"role": principal.role}, remedy="use an admin key"
         )
 

@@ -157,7 +157,7 @@ async def test_keys_and_projects_are_for_admins(start: Start) -> None:
         assert (await platform.client.get("/v1/sandboxes", headers=as_third)).status_code == 200
         for method, path in (("GET", "/v1/keys"), ("GET", "/v1/projects"), ("DELETE", "/v1/keys/key-x")):
             answer = await platform.client.request(method, path, headers=as_third)
-            assert error_of(answer)[:2] == (401, "unauthorized")
+            assert error_of(answer)[:2] == (403, "forbidden")
         listed = (await platform.client.get("/v1/keys")).text
         assert made["key"] not in listed
         assert made["record"]["key_id"] in listed

@@ -97,7 +97,7 @@ async def test_projects_and_roles(storage: Storage) -> None:
     for bad in ("", "A", "-a", "a-", "a" * 64, "a/b", "ü"):
         with pytest.raises(errors.InvalidSpecError):
             check_project_name(bad)
-    with pytest.raises(errors.UnauthorizedError):
+    with pytest.raises(errors.ForbiddenError):
         require_admin(Principal(key_id="k", project="p", role=Role.MEMBER))
 
 
