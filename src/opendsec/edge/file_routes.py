@@ -191,6 +191,8 @@ def file_error(exc: GuestError, path: str) -> errors.OpenDSecError:
         return errors.InvalidSpecError(f"user: {exc}", detail={"field": "user"})
     if exc.code == "limit":
         return errors.CapacityError(f"too many file operations at once in this sandbox: {exc}")
+    if exc.code == "protocol" and not exc.errno:
+        return errors.ProtocolError(f"{path}: {exc}", remedy="the guest agent is broken; start a new sandbox")
     name = errno.errorcode.get(exc.errno, "") if exc.errno else exc.code
     return errors.FileError(str(exc) or f"{path}: {exc.code}", detail={"errno": name, "path": path})
 

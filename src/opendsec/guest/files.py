@@ -167,7 +167,6 @@ def _decoded_stat(data: bytes, path: str) -> GuestStat:
 
 def _decoded_event(data: bytes) -> tuple[str, str]:
     try:
-        fields = protocol.unpack_fields(data)
-        return protocol.text(fields, protocol.T_EVENT), protocol.text(fields, protocol.T_PATH)
+        return protocol.decode_event(data)
     except FieldError as exc:
         raise GuestError("protocol", f"the guest agent's answer: {exc}") from exc

@@ -108,6 +108,8 @@ _FIELD = struct.Struct("<HHI")
 _INTEGER_FIELD = struct.Struct("<HHIQ")
 _U64 = struct.Struct("<Q")
 _U64_MAX = (1 << 64) - 1
+FILE_KINDS: Final = frozenset({"file", "directory", "symlink", "fifo", "socket", "char_device", "block_device"})
+EVENT_KINDS: Final = frozenset({"created", "modified", "removed", "moved_from", "moved_to", "overflow"})
 
 FieldValue = bytes | str | int
 Fields = dict[int, bytes]
@@ -243,11 +245,11 @@ def decode_error(payload: bytes | memoryview) -> GuestError:
 
 
 def decode_stat(payload: bytes | memoryview, path: str = "") -> GuestStat:
-    """The fields of one path; `path` when NAME is not among them."""
+    """The fields of one path; `path` when NAME is not among them. Raises FieldError, also for an unknown kind."""
     fields = unpack_fields(payload)
     return GuestStat(
         path=text(fields, T_NAME) if T_NAME in fields else path,
-        kind=text(fields, T_KIND),
+        kind=_one_of(FILE_KINDS, fields, T_KIND),
         mode=unsigned(fields, T_MODE),
         size=unsigned(fields, T_SIZE),
         mtime_ns=_signed(unsigned(fields, T_MTIME_NS)),
@@ -255,6 +257,19 @@ def decode_stat(payload: bytes | memoryview, path: str = "") -> GuestStat:
         gid=unsigned(fields, T_GID),
         link=text(fields, T_LINK) if T_LINK in fields else None,
     )
+
+
+def decode_event(payload: bytes | memoryview) -> tuple[str, str]:
+    """Kind and path of one change. Raises FieldError, also for an unknown kind."""
+    fields = unpack_fields(payload)
+    return _one_of(EVENT_KINDS, fields, T_EVENT), text(fields, T_PATH)
+
+
+def _one_of(known: frozenset[str], fields: Fields, tag: int) -> str:
+    found = text(fields, tag)
+    if found not in known:
+        raise FieldError(f"field {tag}: {found[:40]!r} is not of {', '.join(sorted(known))}")
+    return found
 
 
 def _signed(value: int) -> int:

@@ -7,10 +7,13 @@ import pytest
 from opendsec.backends.base import Usage
 from opendsec.edge import outcome
 from opendsec.edge.command import DEFAULT_PATH, check_session, continue_session, start_plan
+from opendsec.edge.file_routes import file_error
 from opendsec.edge.outcome import Counters, Recorded
-from opendsec.errors import ExecError, InvalidSpecError, NoShellError, UnsupportedError
+from opendsec.errors import ExecError, FileError, InvalidSpecError, NoShellError, ProtocolError, UnsupportedError
+from opendsec.guest import protocol
 from opendsec.guest.base import Exit, GuestError
 from opendsec.model.command import EndReason, ExecRequest, PtySize
+from opendsec.model.file import FileEventKind, FileKind
 from opendsec.model.ids import CommandId
 from opendsec.model.image import ImageConfig
 from opendsec.model.spec import SandboxSpec
@@ -109,3 +112,14 @@ def test_a_session_needs_names_a_shell_can_hold() -> None:
     with pytest.raises(InvalidSpecError, match=r"A\.B"):
         check_session(ExecRequest(script="true", session="s", env={"A.B": "1"}))
     check_session(ExecRequest(script="true", env={"A.B": "1"}))
+
+
+def test_a_guest_that_breaks_the_protocol_is_no_file_error() -> None:
+    told = file_error(GuestError("protocol", "field 40: 'door' is not of file"), "/a")
+    assert (type(told), told.http_status) == (ProtocolError, 502)
+    assert isinstance(file_error(GuestError("file", "gone", 2), "/a"), FileError)
+
+
+def test_the_kinds_of_the_guest_protocol_are_those_of_the_api() -> None:
+    assert frozenset(FileKind) == protocol.FILE_KINDS
+    assert frozenset(FileEventKind) == protocol.EVENT_KINDS

@@ -26,6 +26,7 @@ def test_random_bytes_are_refused_or_fields(data: bytes) -> None:
     for decode in (
         protocol.decode_exit,
         protocol.decode_stat,
+        protocol.decode_event,
         protocol.decode_error,
         lambda d: protocol.decode_command(1, d),
     ):
@@ -87,3 +88,19 @@ def test_start_says_everything() -> None:
     assert dict(fields)[protocol.T_ENV] == b"X=1=2"
     assert protocol.unsigned(dict(fields), protocol.T_FLAGS) == protocol.START_STDIN | protocol.START_PTY
     assert protocol.T_SCRIPT not in dict(fields)
+
+
+@pytest.mark.parametrize("kind", ["", "door", "FILE", "file\0", "\udcff", "x" * 10_000])
+def test_a_kind_nobody_knows_is_refused(kind: str) -> None:
+    tags = (protocol.T_MODE, protocol.T_SIZE, protocol.T_MTIME_NS, protocol.T_UID, protocol.T_GID)
+    numbers: list[tuple[int, protocol.FieldValue]] = [(tag, 0) for tag in tags]
+    assert protocol.decode_stat(protocol.pack_fields([(protocol.T_KIND, "fifo"), *numbers])).kind == "fifo"
+    with pytest.raises(protocol.FieldError, match=r"field 40: .* is not of") as told:
+        protocol.decode_stat(protocol.pack_fields([(protocol.T_KIND, kind), *numbers]))
+    assert len(str(told.value)) < 250
+    assert protocol.decode_event(protocol.pack_fields([(protocol.T_EVENT, "moved_to"), (protocol.T_PATH, "/a")])) == (
+        "moved_to",
+        "/a",
+    )
+    with pytest.raises(protocol.FieldError):
+        protocol.decode_event(protocol.pack_fields([(protocol.T_EVENT, kind), (protocol.T_PATH, "/a")]))
