@@ -332,11 +332,13 @@ class CommandBook:
             return
         reason = outcome.end_at_start(exc)
         if reason is not None:
-            await self._conclude_unseen(command, reason)
+            await self._conclude_unseen(command, reason, never_ran=True)
             return
         error = outcome.refusal(exc)
         await self._record(command, journal.Refused(number=command.number, error=codec.error_fields(error)))
         self._finish(command, error=error)
+        if error.retryable:
+            self._free_operation(command)
 
     async def _conclude(self, command: Command, exit_: Exit, guest: Guest) -> None:
         usage = self._around.usage() if outcome.has_failed(exit_) else None
@@ -352,15 +354,17 @@ class CommandBook:
             guest.release(command.number)
         self._finish(command, result=result)
 
-    async def _conclude_unseen(self, command: Command, reason: EndReason) -> None:
+    async def _conclude_unseen(self, command: Command, reason: EndReason, *, never_ran: bool = False) -> None:
         await command.stdout.settle()
         await command.stderr.settle()
         duration = max(0.0, time.time() - command.started_at)
         result = outcome.conclude_unseen(command.command_id, command.recorded(), reason, duration)
-        await self._record_result(command, result)
+        await self._record_result(command, result, never_ran=never_ran)
         self._finish(command, result=result)
+        if never_ran:
+            self._free_operation(command)
 
-    async def _record_result(self, command: Command, result: CommandResult) -> bool:
+    async def _record_result(self, command: Command, result: CommandResult, *, never_ran: bool = False) -> bool:
         stdout, stderr = command.stdout, command.stderr
         return await self._record(
             command,
@@ -373,6 +377,7 @@ class CommandBook:
                 stderr_kept=stderr.kept,
                 oom_kills=self._counters.oom_kills,
                 pids_denied=self._counters.pids_denied,
+                never_ran=never_ran,
             ),
         )
 
@@ -439,10 +444,15 @@ class CommandBook:
         if command in self._filed:
             self._filed.remove(command)
             self._remove_output(command)
-        if command.request.operation_id is not None and self._operations.get(command.request.operation_id) is command:
-            del self._operations[command.request.operation_id]
+        self._free_operation(command)
         self._recent.discard(command.stdout)
         self._recent.discard(command.stderr)
+
+    def _free_operation(self, command: Command) -> None:
+        """Its operation id names nothing any more: a repeat is a new command."""
+        name = command.request.operation_id
+        if name is not None and self._operations.get(name) is command:
+            del self._operations[name]
 
     def forget_all(self) -> None:
         """The sandbox is forgotten, and its directory goes as a whole."""
@@ -465,6 +475,8 @@ class CommandBook:
             return
         if isinstance(record, journal.Refused):
             command.error = codec.error_from_fields(dict(record.error))
+            if command.error.retryable:
+                self._free_operation(command)
         else:
             command.result = record.result
             self._counters = Counters(
@@ -472,6 +484,8 @@ class CommandBook:
             )
             result = record.result
             command.position = position
+            if record.never_ran:
+                self._free_operation(command)
             command.stdout.restore(
                 total=result.stdout_bytes_total, kept=record.stdout_kept, in_file=record.stdout is None
             )

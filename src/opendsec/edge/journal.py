@@ -102,10 +102,14 @@ class Result(msgspec.Struct, frozen=True, tag="result", kw_only=True):
     oom_kills: int = 0
     """Counters of the sandbox as of this line, so that what happened before is not blamed on the next command."""
     pids_denied: int = 0
+    never_ran: bool = False
+    """It could not even be started, so the same operation id may run it."""
 
 
 class Refused(msgspec.Struct, frozen=True, tag="refused", kw_only=True):
-    """The command could not be started; the error's wire fields."""
+    """The command could not be started; the error's wire fields. If that is retryable, the same operation id may run
+    it.
+    """
 
     number: int
     error: Mapping[str, object]

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, until
 
+from opendsec.backends import dummy_machine
 from opendsec.backends.base import Handle, Running
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge import journal, node, recovery
@@ -26,6 +27,7 @@ from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.writer import WriterThread
 from opendsec.errors import (
     BackendUnavailableError,
+    CapacityError,
     ConflictError,
     HostCapabilityError,
     NodeError,
@@ -35,7 +37,7 @@ from opendsec.errors import (
 from opendsec.model.command import EndReason, ExecRequest
 from opendsec.model.ids import SandboxId, new_sandbox_id
 from opendsec.model.node import SandboxEnd, SandboxState
-from opendsec.model.spec import Lifetime
+from opendsec.model.spec import Lifetime, Resources
 
 pytestmark = pytest.mark.anyio
 
@@ -429,3 +431,31 @@ async def test_backend_that_does_not_work_refuses_by_name(tmp_path: Path) -> Non
         assert not one.report().backends["dummy"].available
         with pytest.raises(BackendUnavailableError, match="no such kernel"):
             await created(one)
+
+
+async def test_a_command_that_never_ran_for_want_of_room_runs_when_it_is_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    backend, script = DummyBackend(), "echo x >> /count"
+    async with edge(tmp_path, backend) as first:
+        spec = dummy_spec(resources=Resources(pids_limit=8), lifetime=Lifetime(ttl_running_stop=None))
+        sandbox = await created(first, spec)
+        holders = [await sandbox.submit(ExecRequest(script="sleep 60")) for _ in range(8)]
+        await until(lambda: all(one.given for one in holders))
+        for _ in range(2):
+            assert (await run(sandbox, script, operation_id="pids")).end_reason is EndReason.PIDS_LIMIT
+        for holder in holders:
+            await sandbox.guest.kill(holder.number, 0)
+            await ended(holder)
+        monkeypatch.setattr(dummy_machine, "MAX_SESSIONS", 0)
+        for _ in range(2):
+            with pytest.raises(CapacityError):
+                await run(sandbox, script, operation_id="limit", session="new")
+    monkeypatch.undo()
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project="default")
+        for _ in range(2):
+            assert (await run(sandbox, script, operation_id="pids")).exit_code == 0
+            assert (await run(sandbox, script, operation_id="limit", session="new")).exit_code == 0
+        command = await ended(await sandbox.submit(ExecRequest(script="cat /count")))
+        assert await output(sandbox, command) == b"x\nx\n"
