@@ -1,7 +1,7 @@
 /*
  * The guest agent: pid 1 of a sandbox, speaking the guest protocol (docs/reference/guest-protocol.md).
  *
- *   opendsec-guest [--cgroup-fd=N] [--seccomp] (--listen-fd=N | --vsock-port=N | --serial=/dev/...)
+ *   opendsec-guest [--cgroup-fd=N] (--listen-fd=N | --vsock-port=N | --serial=/dev/...)
  *
  * One thread and one epoll loop. It never exits of its own: what fails is answered by an ERROR frame.
  */
@@ -30,12 +30,11 @@ struct options {
     int listen_fd, cgroup_fd;
     unsigned vsock_port;
     const char *serial;
-    bool seccomp;
 };
 
 static _Noreturn void usage(const char *problem) {
     fprintf(stderr,
-            "opendsec-guest: %s\nusage: opendsec-guest [--cgroup-fd=N] [--seccomp] "
+            "opendsec-guest: %s\nusage: opendsec-guest [--cgroup-fd=N] "
             "(--listen-fd=N | --vsock-port=N | --serial=/dev/...)\n",
             problem);
     exit(64);
@@ -58,7 +57,6 @@ static void parse(struct options *options, int argc, char **argv) {
         else if (number_option(argv[i], "--cgroup-fd=", &value)) options->cgroup_fd = (int)value;
         else if (number_option(argv[i], "--vsock-port=", &value)) options->vsock_port = (unsigned)value;
         else if (strncmp(argv[i], "--serial=", 9) == 0) options->serial = argv[i] + 9;
-        else if (strcmp(argv[i], "--seccomp") == 0) options->seccomp = true;
         else usage(argv[i]);
     }
     int ways = (options->listen_fd >= 0) + (options->vsock_port > 0) + (options->serial != NULL);
@@ -109,7 +107,7 @@ int main(int argc, char **argv) {
 #endif
     loop_init();
     reap_init();
-    spawn_init(options.seccomp);
+    spawn_init();
     tree_init(options.cgroup_fd);
     if (chdir("/") < 0) exit(66);
     int fd = options.listen_fd;

@@ -20,18 +20,11 @@
 #include "identity.h"
 #include "shell.h"
 
-#if __has_include("../seccomp.h")
-#include "../seccomp.h"
-#define HAVE_SECCOMP 1
-#endif
-
 enum { STATUS_FD = 3, STACK_SHARE = 4 };
 
 static struct rlimit nofile;
-static bool with_seccomp;
 
-void spawn_init(bool seccomp) {
-    with_seccomp = seccomp;
+void spawn_init(void) {
     getrlimit(RLIMIT_NOFILE, &nofile);
     struct rlimit most = {nofile.rlim_max, nofile.rlim_max};
     setrlimit(RLIMIT_NOFILE, &most);
@@ -154,9 +147,6 @@ static _Noreturn void child(const struct launch *launch) {
     make_room_for_arguments(launch);
     sigemptyset(&none);
     sigprocmask(SIG_SETMASK, &none, NULL);
-#ifdef HAVE_SECCOMP
-    if (with_seccomp && seccomp_apply() < 0) fail("exec", "%s: %s", "the seccomp filter");
-#endif
     if (launch->argv) execute_argv(launch);
     const char *shell = launch->script ? shell_execute_script(launch) : shell_execute_session(launch);
     if (errno == ENOENT) fail("no_shell", "%s: %s", "the image has neither /bin/bash nor /bin/sh");

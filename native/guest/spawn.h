@@ -27,8 +27,8 @@ struct spawn_failure {
     char message[232];
 };
 
-/* Called once at start: limits children get back, whether they get the seccomp filter. */
-void spawn_init(bool seccomp);
+/* Called once at start: limits children get back. */
+void spawn_init(void);
 /* The pid, or -1 with errno (EAGAIN: pids limit, ENOMEM). Does not wait for the exec. */
 pid_t spawn(const struct launch *launch);
 /* A bare fork for the agent's own work in the sandbox: a process that keeps only descriptor `keep` (and 0-2). 0 in the child. */
