@@ -29,14 +29,17 @@ from opendsec.wire.contracts import (
 
 BATCH_WORKERS = 64
 BACKLOG_LINES = 1024
+END_ANSWER_S = 60.0
+"""How long a DELETE waits for what cannot be ended."""
 
 
 class LifeRoutes:
     """`POST /v1/sandboxes`, `POST /v1/sandbox-batches` and `DELETE /v1/sandboxes/{id}`."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, *, end_answer_s: float = END_ANSWER_S) -> None:
         self._node = node
         self._edge = node.settings.edge
+        self._end_answer_s = end_answer_s
 
     async def create(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST sandboxes"""
@@ -59,10 +62,22 @@ class LifeRoutes:
         await send_stream(receive, send, lines, media_type=NDJSON_MEDIA_TYPE)
 
     async def end(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
-        """DELETE sandboxes/{id}: answered when nothing of it is left; repeating it is harmless."""
+        """DELETE sandboxes/{id}: answered when nothing of it is left; repeating it is harmless.
+
+        Programs that trace each other can keep a sandbox from ending (docs/reference/launcher.md, known limits): nobody
+        waits for that for ever.
+        """
         del receive
         sandbox = self._node.get(sandbox_id, project=project_of(scope))
-        await sandbox.delete()
+        try:
+            async with asyncio.timeout(self._end_answer_s):
+                await sandbox.delete()
+        except TimeoutError:
+            raise errors.NodeError(
+                f"the sandbox has not ended within {self._end_answer_s:g} s; its removal goes on",
+                remedy="ask again; while it lasts the sandbox stays `stopping`",
+                sandbox_id=sandbox_id,
+            ) from None
         await send_json(send, sandbox.status())
 
     async def _ready(self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, timeout_s: float | None) -> Sandbox:
