@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
+from opendsec.cli.exits import TERMINATED
 from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, size, when
 from opendsec.errors import HostCapabilityError, InvalidSpecError, NodeError, OpenDSecError
 from opendsec.model.ids import check_image_name
@@ -174,7 +176,8 @@ def _print_image(image: Image, *, as_json: bool) -> None:
 
 @contextmanager
 def _errors(as_json: bool) -> Iterator[None]:
-    """Errors of ours are printed, and the status is 1: it failed."""
+    """Errors of ours are printed, and the status is 1: it failed. SIGTERM unwinds like Ctrl-C: programs we run end."""
+    signal.signal(signal.SIGTERM, _terminated)
     try:
         yield
     except OpenDSecError as error:
@@ -183,6 +186,10 @@ def _errors(as_json: bool) -> Iterator[None]:
     except OSError as error:
         print_error(_of_host(error), as_json=as_json)
         raise typer.Exit(1) from error
+
+
+def _terminated(_number: int, _frame: object) -> NoReturn:
+    raise SystemExit(TERMINATED)
 
 
 def _of_host(error: OSError) -> OpenDSecError:

@@ -205,7 +205,9 @@ def _problems(as_json: bool) -> Iterator[None]:
     try:
         yield
     except OSError as exc:
-        raise NodeError(f"{exc.strerror or exc}: {exc.filename}" if exc.filename else str(exc)) from exc
+        remedy = "the platform belongs to root: use sudo" if isinstance(exc, PermissionError) and os.geteuid() else ""
+        sentence = f"{exc.strerror or exc}: {exc.filename}" if exc.filename else str(exc)
+        raise NodeError(sentence, remedy=remedy, retryable=False) from exc
 
 
 def _show_ready(local: Local, report: Mapping[str, Any], *, as_json: bool) -> None:

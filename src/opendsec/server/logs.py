@@ -48,6 +48,6 @@ def configure(level: str = "info") -> None:
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(EventFormatter())
     logging.basicConfig(level=names[level], handlers=[handler], force=True)
-    for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpcore"):
+    for noisy in ("uvicorn", "uvicorn.error", "httpx", "httpcore", "alembic"):
         logging.getLogger(noisy).setLevel(max(names[level], logging.WARNING))
     logging.getLogger("uvicorn.error").addFilter(_not_a_cut_stream)

@@ -98,6 +98,8 @@ def make_erofs(output: Path, tree: Path, *, on_progress: OnProgress = quietly) -
     facts = tree_facts(tree)
 
     def tell() -> None:
+        if _is_full(output.parent):
+            raise disk_full(output.parent)  # mkfs.erofs 1.8 may wait for itself for ever then
         done = output.stat().st_size if output.exists() else 0
         on_progress(Progress(phase="writing the layer", done=min(done, facts.size_bytes), total=facts.size_bytes))
 
@@ -108,10 +110,14 @@ def make_erofs(output: Path, tree: Path, *, on_progress: OnProgress = quietly) -
     tell()
 
 
+def _is_full(directory: Path) -> bool:
+    free = os.statvfs(directory)
+    return free.f_bavail * free.f_frsize < 1 << 20
+
+
 def _failed(ended: Ended, output: Path) -> Exception:
     text = " ".join(ended.tail)
-    free = os.statvfs(output.parent)
-    if "No space left" in text or "[Error 28]" in text or free.f_bavail * free.f_frsize < 1 << 20:
+    if "No space left" in text or "[Error 28]" in text or _is_full(output.parent):
         return disk_full(output.parent)
     return ImageInvalidError(
         f"mkfs.erofs ended with status {ended.status}: {text[-400:] or 'it said nothing'}",
