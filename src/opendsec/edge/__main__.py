@@ -8,7 +8,7 @@ server.
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
     OPENDSEC_EDGE_BACKENDS     comma-separated (container)
     OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
-    OPENDSEC_EDGE_STARTS       sandboxes started at once (8)
+    OPENDSEC_EDGE_STARTS       sandboxes started at once (16)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
     OPENDSEC_EDGE_MEMORY_FLOOR_MB, OPENDSEC_EDGE_DISK_FLOOR_MB    nothing is admitted below these (512, 1024)
     OPENDSEC_EDGE_KEEP_ENDED   seconds an ended sandbox's results can be asked for (3600)
@@ -23,7 +23,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -42,6 +42,11 @@ from opendsec.server.auth import Verify, constant_token
 from opendsec.server.runner import Address, listen, parse_address, run, serve
 from opendsec.store.images import ImageStore
 from opendsec.store.mounts import LayerMounts
+
+RESERVED_DESCRIPTORS = 160
+"""For the edge itself, starts and removals under way, and connections of callers."""
+DESCRIPTORS_PER_SANDBOX = 3
+"""The agent's connection, the journal, and one of a caller."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +85,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
             edge=edge,
             state_dir=state / "edge" / edge,
             run_dir=run_dir,
-            start_concurrency=_number(environment, "OPENDSEC_EDGE_STARTS", 8, least=1),
+            start_concurrency=_number(environment, "OPENDSEC_EDGE_STARTS", 16, least=1),
             keep_ended_s=float(_number(environment, "OPENDSEC_EDGE_KEEP_ENDED", 3600)),
             limits=AdmissionLimits(
                 max_live=_number(environment, "OPENDSEC_EDGE_MAX_LIVE", 4096, least=1),
@@ -149,17 +154,25 @@ def _version() -> str:
         return "0+unknown"
 
 
-def _allow_many_files() -> None:
+def _allow_many_files() -> int:
+    """How many descriptors this process may have now."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft < hard:
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+def within_descriptors(settings: EdgeSettings, descriptors: int) -> EdgeSettings:
+    """The same with no more sandboxes than descriptors allow: an edge that has none left could not even end one."""
+    most = max(1, (descriptors - RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_SANDBOX)
+    limits = replace(settings.node.limits, max_live=min(settings.node.limits.max_live, most))
+    return replace(settings, node=replace(settings.node, limits=limits))
 
 
 if __name__ == "__main__":
     try:
         chosen = read_settings(os.environ)
         logs.configure(chosen.log_level)
-        _allow_many_files()
-        run(main(chosen))
+        run(main(within_descriptors(chosen, _allow_many_files())))
     except errors.OpenDSecError as exc:
         sys.exit(f"opendsec.edge: {exc}")

@@ -1,0 +1,17 @@
+"""How many sandboxes an edge takes follows from how many descriptors it has."""
+
+from __future__ import annotations
+
+import pytest
+
+from opendsec.edge.__main__ import read_settings, within_descriptors
+
+
+@pytest.mark.parametrize(
+    ("descriptors", "asked", "most"),
+    [(1_048_576, "4096", 4096), (20_000, "4096", 4096), (1024, "4096", 288), (64, "9", 1)],
+)
+def test_no_more_sandboxes_than_descriptors_allow(descriptors: int, asked: str, most: int) -> None:
+    settings = within_descriptors(read_settings({"OPENDSEC_EDGE_MAX_LIVE": asked}), descriptors)
+    assert settings.node.limits.max_live == most
+    assert within_descriptors(settings, 1_048_576) == settings
