@@ -53,3 +53,15 @@ def test_every_page_is_reached_from_the_readme() -> None:
     linked = set(_LINK.findall((ROOT / "README.md").read_text(encoding="utf-8")))
     pages = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")}
     assert pages - linked == set()
+
+
+_PATH = re.compile(r"`([a-z_]+(?:/[A-Za-z_.-]+)+)`")
+
+
+@pytest.mark.parametrize(
+    "page", ["docs/ARCHITECTURE.md", "docs/GLOSSARY.md", "AGENTS.md", "CONTRIBUTING.md", "README.md"]
+)
+def test_paths_that_are_named_exist(page: str) -> None:
+    roots = (ROOT, ROOT / "src/opendsec")
+    named = set(_PATH.findall((ROOT / page).read_text(encoding="utf-8")))
+    assert {name for name in named if not any((root / name).exists() for root in roots)} == set()

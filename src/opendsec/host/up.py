@@ -49,12 +49,22 @@ def up(
         typer.Option(help="host:port or unix:/path of the API. Default: 127.0.0.1:8700, or OPENDSEC_LISTEN."),
     ] = None,
     edge_name: Annotated[str | None, typer.Option(help="Name of this machine's edge. Default: local.")] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart", help="If it runs, start its processes anew, as after an upgrade; sandboxes and commands go on."
+        ),
+    ] = False,
     as_json: Json = False,
 ) -> None:
     """Run the platform on this machine: apiserver and edge, started again when they die."""
-    local = chosen(os.environ, listen=listen, edge=edge_name)
+    local = chosen(
+        started(os.environ).environment(os.environ) if restart else os.environ, listen=listen, edge=edge_name
+    )
     try:
         with _problems(as_json):
+            if restart:
+                asyncio.run(processes.let_go(local, SUPERVISOR))
             if detach:
                 _show_ready(local, _start_detached(local), as_json=as_json)
             else:

@@ -123,6 +123,20 @@ def test_up_down_and_what_they_say(machine: Machine) -> None:
     assert "nothing to stop" in machine.opendsec("down").stdout
 
 
+def test_a_restart_keeps_settings_and_key(machine: Machine) -> None:
+    machine.opendsec("up", "-d", "--edge-name", "other")
+    with machine.client() as client:
+        before = [machine.pid(name) for name in ("supervisor", "apiserver", "edge")]
+        again = machine.opendsec("up", "-d", "--restart", OPENDSEC_EDGE_BACKENDS="", OPENDSEC_LISTEN="")
+        assert again.returncode == 0, again.stderr
+        after = [machine.pid(name) for name in ("supervisor", "apiserver", "edge")]
+        assert not set(before) & set(after)
+        until(lambda: not any(alive(pid) for pid in before))
+        assert client.get("/v1/sandboxes").status_code == 200
+    assert machine.json("status")["node"]["backends"]["dummy"]["available"]
+    assert (machine.run_dir / "edge-other.sock").exists()
+
+
 def test_the_key_stays_the_same_while_it_works(machine: Machine) -> None:
     machine.opendsec("up", "-d")
     first = json.loads((machine.run_dir / "local.json").read_bytes())
