@@ -44,6 +44,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--key", help="its API key")
 
 
+class StillRunningError(RuntimeError):
+    """`down` failed: `opendsec down` with the run directory named on stderr tries again."""
+
+
 @dataclass(slots=True)
 class Platform:
     """What is measured. Without `local` it is somebody else's."""
@@ -132,12 +136,21 @@ def _folder(parent: str) -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="opendsec-bench-", dir=parent))
     try:
         yield folder
-    finally:
-        left = [entry.target for entry in mountinfo() if Path(entry.target).is_relative_to(folder)]
-        if left:
-            print(f"left mounted, so {folder} is not removed: {', '.join(map(str, left))}", file=sys.stderr)
-        elif folder.exists():  # `down` removes a run directory it has emptied
-            shutil.rmtree(folder)
+    except StillRunningError:
+        print(f"{folder} is kept: the platform in it could not be stopped", file=sys.stderr)
+        raise
+    except BaseException:
+        _remove(folder)
+        raise
+    _remove(folder)
+
+
+def _remove(folder: Path) -> None:
+    left = [entry.target for entry in mountinfo() if Path(entry.target).is_relative_to(folder)]
+    if left:
+        print(f"left mounted, so {folder} is not removed: {', '.join(map(str, left))}", file=sys.stderr)
+    elif folder.exists():  # `down` removes a run directory it has emptied
+        shutil.rmtree(folder)
 
 
 @contextmanager
@@ -180,4 +193,7 @@ def _up(environment: dict[str, str]) -> str:
 
 
 def _down(environment: dict[str, str]) -> None:
-    print(_opendsec(environment, "down").strip(), flush=True)
+    try:
+        print(_opendsec(environment, "down").strip(), flush=True)
+    except SystemExit as exc:
+        raise StillRunningError(str(exc)) from exc

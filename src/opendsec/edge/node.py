@@ -56,7 +56,7 @@ class NodeSettings:
     """Of this edge; on ext4, xfs or btrfs."""
     run_dir: Path
     """On a tmpfs; sandboxes get `sbx/<id>` below it."""
-    start_concurrency: int = 8
+    start_concurrency: int = 16
     limits: AdmissionLimits = field(default_factory=AdmissionLimits)
     output_cap_bytes: int = 512 * 1024 * 1024
     """Of output files per sandbox."""
