@@ -85,18 +85,26 @@ class _Stopping:
         if processes.pid_of(self.local, EDGE) is None:
             if not may_have_sandboxes(self.local):
                 return
-            quiet = {**environment, "OPENDSEC_LOG_LEVEL": "error"}
-            _, pidfd = processes.spawn(self.local, EDGE, quiet)
-            os.close(pidfd)
+            self._start_edge(environment)
         link = EdgeLink(self.local.edge, Address(path=self.local.edge_socket), patience_s=EDGE_RETURNS_S)
         with contextlib.closing(link):
-            found = await _live(link)
+            try:
+                found = await _live_in_time(link)
+            except TimeoutError:  # it runs and says nothing: another one takes over
+                await processes.end(self.local, EDGE)
+                self._start_edge(environment)
+                found = await _live_in_time(link)
             self.total = len(found)
             self.on_progress(0, self.total)
             turns = asyncio.Semaphore(_AT_ONCE)
             async with asyncio.TaskGroup() as group:
                 for status in found:
                     group.create_task(self._stop(link, turns, status))
+
+    def _start_edge(self, environment: Mapping[str, str]) -> None:
+        quiet = {**environment, "OPENDSEC_LOG_LEVEL": "error"}
+        _, pidfd = processes.spawn(self.local, EDGE, quiet)
+        os.close(pidfd)
 
     async def _stop(self, link: EdgeLink, turns: asyncio.Semaphore, status: SandboxStatus) -> None:
         async with turns:
@@ -108,6 +116,12 @@ class _Stopping:
             except errors.OpenDSecError as exc:
                 self.failed.append(f"{status.sandbox_id}: {exc}")
         self.on_progress(self.ended + len(self.failed), self.total)
+
+
+async def _live_in_time(link: EdgeLink) -> list[SandboxStatus]:
+    """Raises TimeoutError when an edge that runs does not answer."""
+    async with asyncio.timeout(EDGE_RETURNS_S):
+        return await _live(link)
 
 
 async def _live(link: EdgeLink) -> list[SandboxStatus]:
