@@ -133,7 +133,12 @@ class TreeUnpacker:
         if len(self._head) == ENTRY_LENGTH.size:
             (length,) = ENTRY_LENGTH.unpack_from(self._head)
             if length > MAX_ENTRY_BYTES:
-                raise ProtocolError(f"a tree entry announces {length} bytes")
+                raise FileError(
+                    f"the tree holds a path this side cannot take: its entry has {length} bytes, at most "
+                    f"{MAX_ENTRY_BYTES}",
+                    detail={"errno": "ENAMETOOLONG"},
+                    remedy="download a directory below it, or pack the tree inside the sandbox",
+                )
             self._state.finished = length == 0
         elif len(self._head) == need:
             entry = unpack_entry(bytes(self._head[ENTRY_LENGTH.size :]))

@@ -116,6 +116,12 @@ def test_limits(target: Path) -> None:
         unpack(target, huge + END)
 
 
+def test_a_path_that_is_too_long_is_named(target: Path) -> None:
+    with pytest.raises(FileError, match="16385") as raised:
+        unpack(target, (16_385).to_bytes(4, "little"))
+    assert raised.value.detail["errno"] == "ENAMETOOLONG"
+
+
 def test_half_a_file_is_not_left(target: Path) -> None:
     with TreeUnpacker(target, meter=Meter()) as unpacker:
         unpacker.feed(file(b"x", b"0123456789")[:-5])
