@@ -3,8 +3,8 @@
 Every index gets exactly one line, a status or a typed error; the last line says `done`. A line that was handed to the
 connection counts as told. When the client leaves early, the sandboxes it was not told about are deleted, unless an
 idempotency key was given: then they stay, and the same request returns them. An edge that goes away in the middle is
-asked again for the same ids; what an edge refuses for lack of room is asked of the others once. With a key,
-the same request after a batch that failed in part tries what failed again.
+asked again for the same ids; what an edge refuses for lack of room is asked of the others once. With a key, what
+started is written down before it is told: the same request tells how those are now and tries the others again.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class _Run:
     refused: dict[int, errors.OpenDSecError] = field(default_factory=dict)
     """Index → why its edge could not take it; another edge may."""
     asked: set[SandboxId] = field(default_factory=set)
-    failed: bool = False
-    """An index was told an error: the same request may try it again."""
+    started: set[int] = field(default_factory=set)
+    """With a key: written down as started, never to be started again."""
 
     async def tell(self, items: Sequence[tuple[int, Mapping[str, Any]]]) -> None:
         """Lines for indexes that are still open."""
@@ -76,7 +76,6 @@ class _Run:
         """The same error for several indexes."""
         if self.open.isdisjoint(indexes):
             return
-        self.failed = True
         error.request_id = error.request_id or self.caller.request_id
         fields = codec.error_fields(error)
         await self.tell([(index, {"status": None, "error": fields, "done": False}) for index in indexes])
@@ -104,11 +103,9 @@ class Batches:
                 key=caller.idempotency_key,
                 body_digest=digest(request),
                 sandbox_ids=await self._choose(request.count),
+                timeout_s=caller.timeout_s,
             )
-            if claim.completed:
-                await self._tell_again(request, caller, deliver, claim)
-            else:
-                await self._run_fresh(request, caller, deliver, claim.sandbox_ids, claim)
+            await self._run_fresh(request, caller, deliver, claim.sandbox_ids, claim)
 
     async def _choose(self, count: int) -> tuple[SandboxId, ...]:
         views = await self._edges.views()
@@ -121,12 +118,15 @@ class Batches:
         self, request: BatchRequest, caller: Caller, deliver: Deliver, ids: Sequence[SandboxId], claim: Claim | None
     ) -> None:
         run = _Run(request, caller, deliver, list(ids), claim, open=set(range(len(ids))))
+        if claim is not None:
+            run.started = set(run.open if claim.completed else claim.started)
         whole = False
         try:
+            await self._tell_statuses(run, sorted(run.started))
             await self._ask_all(run)
             if run.refused:
                 await self._ask_elsewhere(run)
-            if run.claim is not None and not run.failed:
+            if run.claim is not None and len(run.started) == request.count and not run.claim.completed:
                 await self._creations.complete(run.claim)
             await deliver(codec.encode(BatchItem(done=True)) + b"\n")
             whole = True
@@ -216,6 +216,7 @@ class Batches:
 
     async def _take_lines(self, run: _Run, lines: Sequence[bytes], indexes: Sequence[int]) -> None:
         told: list[tuple[int, Mapping[str, Any]]] = []
+        failed: set[int] = set()
         for line in lines:
             item: dict[str, Any] = msgspec.json.decode(line) if line else {"done": True}
             if item.get("done"):
@@ -226,18 +227,28 @@ class Batches:
                 if may_try_elsewhere(error):
                     run.refused[index] = error
                     continue
-                run.failed = True
+                if not isinstance(error, errors.SandboxExitedError):
+                    failed.add(index)
             told.append((index, item))
+        await self._write_down(run, {index for index, _ in told} - failed)
         await run.tell(told)
 
-    async def _tell_again(self, request: BatchRequest, caller: Caller, deliver: Deliver, claim: Claim) -> None:
-        """The outcome of a batch that is over: how each of its sandboxes is now."""
-        run = _Run(request, caller, deliver, list(claim.sandbox_ids), claim, open=set(range(len(claim.sandbox_ids))))
+    async def _write_down(self, run: _Run, indexes: set[int]) -> None:
+        """Before they are told. Raises TransportError when that is not possible: a repeat finds them."""
+        if run.claim is None or not indexes:
+            return
+        try:
+            await self._creations.mark_started(run.claim, indexes)
+        except errors.NodeError as exc:
+            raise errors.TransportError(f"what was started could not be written down: {exc}") from exc
+        run.started |= indexes
+
+    async def _tell_statuses(self, run: _Run, indexes: Sequence[int]) -> None:
+        """How sandboxes that were told about before are now."""
         limit = asyncio.Semaphore(_STATUS_AT_ONCE)
         async with asyncio.TaskGroup() as group:
-            for index in range(len(run.ids)):
+            for index in indexes:
                 group.create_task(self._tell_status(run, index, limit))
-        await deliver(codec.encode(BatchItem(done=True)) + b"\n")
 
     async def _tell_status(self, run: _Run, index: int, limit: asyncio.Semaphore) -> None:
         sandbox_id = run.ids[index]

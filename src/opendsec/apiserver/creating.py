@@ -36,6 +36,11 @@ class Caller:
     timeout: str | None = None
 
     @property
+    def timeout_s(self) -> float:
+        """How long the request may take; 0 when it does not say."""
+        return float(self.timeout or 0)
+
+    @property
     def headers(self) -> list[tuple[bytes, bytes]]:
         """What the edge is told besides project and request id."""
         shown = [(b"content-type", b"application/json")]
@@ -87,6 +92,7 @@ class Creating:
                 key=caller.idempotency_key,
                 body_digest=digest(request),
                 sandbox_ids=(first,),
+                timeout_s=caller.timeout_s,
             )
             if claim.completed:
                 return await self._again(claim, caller)
@@ -184,9 +190,9 @@ def outcome_unknown(error: errors.OpenDSecError) -> bool:
     return type(error) is errors.TransportError
 
 
-def gone_again(sandbox_id: SandboxId) -> errors.ConflictError:
+def gone_again(sandbox_id: SandboxId) -> errors.SandboxExitedError:
     """A repeat for a sandbox that has ended so long ago that its edge forgot it: never started a second time."""
-    return errors.ConflictError(
+    return errors.SandboxExitedError(
         f"this key started {sandbox_id}, which has ended since",
         remedy="use a fresh key for a new sandbox",
         sandbox_id=sandbox_id,

@@ -14,7 +14,7 @@ import sqlalchemy as sa
 
 from opendsec.errors import InvalidSpecError
 
-HEAD = "0001"
+HEAD = "0002"
 """The newest migration; compared first, because importing Alembic costs a fifth of a second at every start."""
 
 

@@ -39,6 +39,18 @@ creations = sa.Table(
 )
 """What an idempotency key stands for: written before an edge is asked, so a repeat asks for the same sandboxes."""
 
+started = sa.Table(
+    "started",
+    metadata,
+    sa.Column("number", sa.Integer, primary_key=True, autoincrement=True),
+    sa.Column("project", sa.String(63), nullable=False),
+    sa.Column("idempotency_key", sa.String(255), nullable=False),
+    sa.Column("indexes", sa.Text, nullable=False),
+    sa.Column("expires_at", sa.Float, nullable=False, index=True),
+    sa.Index("ix_started_of", "project", "idempotency_key"),
+)
+"""Which indexes of a batch with a key were told about as started. Only added to: a row of `creations` is large."""
+
 reclaims = sa.Table(
     "reclaims",
     metadata,

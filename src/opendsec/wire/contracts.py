@@ -67,6 +67,8 @@ TREE_MEDIA_TYPE = "application/vnd.opendsec.tree"
 NDJSON_MEDIA_TYPE = "application/x-ndjson"
 
 HEADER_IDEMPOTENCY = "Idempotency-Key"
+OWN_KEY_PREFIX = "auto-"
+"""Keys that begin so were made up by a client for one call of its own: remembered for an hour, not for a day."""
 HEADER_PROJECT = "X-OpenDSec-Project"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"

@@ -80,7 +80,7 @@ async def test_a_key_whose_sandbox_is_forgotten_starts_no_second_one(start: Star
         await platform.client.post("/v1/sandboxes", json=SPEC, headers=KEY)
         platform.edges["local"].sandboxes.clear()
         answer = await platform.client.post("/v1/sandboxes", json=SPEC, headers=KEY)
-        assert answer.json()["error"]["code"] == "conflict"
+        assert (answer.status_code, answer.json()["error"]["code"]) == (410, "sandbox_exited")
         assert len(platform.edges["local"].starts) == 1
 
 
@@ -95,7 +95,7 @@ async def test_a_batch_whose_sandboxes_are_forgotten_starts_no_second_ones(start
             double.sandboxes.clear()
             double.capacity = 1000
         again = await lines_of(platform.client, body, KEY)
-        assert {line["error"]["code"] for line in again} == {"conflict"}
+        assert {line["error"]["code"] for line in again} == {"sandbox_exited"}
         assert sum(len(double.starts) for double in platform.edges.values()) == begun
 
 
@@ -217,6 +217,37 @@ async def test_a_batch_that_failed_in_part_is_completed_by_the_same_request(star
             if line["error"] is None:
                 assert again[line["index"]]["status"]["sandbox_id"] == line["status"]["sandbox_id"]
         assert double.live == 5
+
+
+@pytest.mark.parametrize("cut", [False, True])
+async def test_a_repeat_starts_what_failed_and_never_what_was_told_and_is_forgotten(start: Start, *, cut: bool) -> None:
+    async with start("a") as platform:
+        double, body = platform.edges["a"], {**SPEC, "count": 500}
+        told: dict[int, str] = {}
+        if cut:
+            double.start_s = 0.002
+            async with platform.client.stream("POST", "/v1/sandbox-batches", json=body, headers=KEY) as answer:
+                async for text in answer.aiter_lines():
+                    line = json.loads(text)
+                    told[line["index"]] = line["status"]["sandbox_id"]
+                    if len(told) == 20:
+                        break
+        else:
+            double.capacity = 300
+            lines = await lines_of(platform.client, body, KEY)
+            told = {line["index"]: line["status"]["sandbox_id"] for line in lines if not line["error"]}
+            assert len(told) == 300
+        double.sandboxes.clear()
+        double.start_s, double.capacity, before = 0, 10_000, set(double.starts)
+        again = {line["index"]: line for line in await lines_of(platform.client, body, KEY)}
+        assert sorted(again) == list(range(500))
+        assert {again[index]["error"]["code"] for index in told} == {"sandbox_exited"}
+        assert told == {index: again[index]["error"]["sandbox_id"] for index in told}
+        fresh = [line["status"]["sandbox_id"] for line in again.values() if not line["error"]]
+        assert fresh
+        assert set(told.values()).isdisjoint(double.starts[len(before) :])
+        third = {line["index"]: line for line in await lines_of(platform.client, body, KEY)}
+        assert sorted(fresh) == sorted(line["status"]["sandbox_id"] for line in third.values() if not line["error"])
 
 
 @pytest.mark.parametrize("keyed", [False, True])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -18,6 +19,7 @@ from opendsec.apiserver.iam import Iam, Principal, Role, check_project_name, ins
 from opendsec.apiserver.schema import api_keys, metadata
 from opendsec.apiserver.storage import Storage
 from opendsec.model.ids import new_sandbox_id
+from opendsec.wire.contracts import OWN_KEY_PREFIX
 
 pytestmark = pytest.mark.anyio
 
@@ -101,9 +103,11 @@ async def test_projects_and_roles(storage: Storage) -> None:
         require_admin(Principal(key_id="k", project="p", role=Role.MEMBER))
 
 
-async def claim(creations: Creations, *, digest: str = "d", key: str = "k", project: str = "p") -> Claim:
+async def claim(
+    creations: Creations, *, digest: str = "d", key: str = "k", project: str = "p", timeout_s: float = 0.0
+) -> Claim:
     ids = (new_sandbox_id("local"),)
-    return await creations.claim(project=project, key=key, body_digest=digest, sandbox_ids=ids)
+    return await creations.claim(project=project, key=key, body_digest=digest, sandbox_ids=ids, timeout_s=timeout_s)
 
 
 async def test_a_claim_is_the_first_one_for_everybody(storage: Storage) -> None:
@@ -130,6 +134,30 @@ async def test_moving_completing_and_forgetting_only_touch_what_still_holds(stor
     fresh = await claim(creations, key="k2")
     await creations.forget(fresh)
     assert (await claim(creations, key="k2")).sandbox_ids != fresh.sandbox_ids
+
+
+async def test_what_was_started_is_kept_with_the_key(storage: Storage) -> None:
+    creations = Creations(storage)
+    first = await claim(creations)
+    for indexes in ({0, 7, 8}, {32_767}, {8, 9}):
+        await creations.mark_started(first, indexes)
+    assert (await claim(creations)).started == {0, 7, 8, 9, 32_767}
+    assert await creations.find("p", "k") == await claim(creations)
+    with pytest.raises(errors.NotFoundError):
+        await creations.find("p", "other")
+
+
+async def test_a_key_is_forgotten_when_its_time_is_over(storage: Storage, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 1_000_000.0
+    monkeypatch.setattr("opendsec.apiserver.creations.time", SimpleNamespace(time=lambda: now))
+    creations, own = Creations(storage), f"{OWN_KEY_PREFIX}1"
+    first = {key: (await claim(creations, key=key, timeout_s=7000)).sandbox_ids for key in (own, "mine")}
+    for passed, same in ((10_000, (True, True)), (12_000, (False, True)), (25.5 * 3600, (False, True))):
+        now = 1_000_000.0 + passed
+        again = [(await claim(creations, key=key)).sandbox_ids == first[key] for key in (own, "mine")]
+        assert tuple(again) == same
+    now = 1_000_000.0 + 24 * 3600 + 7100
+    assert (await claim(creations, key="mine")).sandbox_ids != first["mine"]
 
 
 async def test_requests_with_one_key_take_turns(storage: Storage) -> None:

@@ -246,7 +246,7 @@ class DSecClient:
 
 
 def _own_key() -> str:
-    return f"key-{secrets.token_hex(16)}"
+    return f"{contracts.OWN_KEY_PREFIX}{secrets.token_hex(16)}"
 
 
 def _create_headers(key: str, timeout_s: float) -> dict[str, str]:
