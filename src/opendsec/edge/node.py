@@ -149,6 +149,7 @@ class Node:
                 on_ended=self._sandbox_ended,
             )
             self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
+            await self._look_for_images()  # the first report tells them: `up` shows it
             await self._recover()
             group.spawn(self._measure_again_and_again(), "facts", vital=True)
             group.spawn(self._timers.run(), "timers", vital=True)
@@ -354,14 +355,22 @@ class Node:
         while True:
             try:
                 self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
-                if time.monotonic() >= images_due:
-                    images = await asyncio.to_thread(self._images.list)
-                    self._image_names = tuple(image.name for image in images)
-                    images_due = time.monotonic() + IMAGES_EVERY_S
-            except (OSError, errors.OpenDSecError) as exc:
+            except OSError as exc:
                 # What was measured last counts until there is something newer.
                 log.warning("facts_unknown", extra={"fields": {"reason": str(exc)}})
+            if time.monotonic() >= images_due and await self._look_for_images():
+                images_due = time.monotonic() + IMAGES_EVERY_S
             await asyncio.sleep(FACTS_EVERY_S)
+
+    async def _look_for_images(self) -> bool:
+        """Whether they are known now; else those known before count."""
+        try:
+            images = await asyncio.to_thread(self._images.list)
+        except (OSError, errors.OpenDSecError) as exc:
+            log.warning("images_unknown", extra={"fields": {"reason": str(exc)}})
+            return False
+        self._image_names = tuple(image.name for image in images)
+        return True
 
     # The end of a sandbox
 

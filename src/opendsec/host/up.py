@@ -74,7 +74,10 @@ def up(
         if as_json:
             _print_json({"api_url": running.api_url, "already_running": True})
         else:
-            print(f"OpenDSec is running already: {running.api_url}. `opendsec down` stops it.")
+            print(
+                f"OpenDSec is running already: {running.api_url}. "
+                "`opendsec down` stops it, `opendsec up -d --restart` starts it anew and sandboxes go on."
+            )
         if not detach:
             raise typer.Exit(1) from exc
 

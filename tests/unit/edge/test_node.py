@@ -137,6 +137,16 @@ async def test_a_store_that_cannot_be_read_does_not_stop_the_measuring(
         await until(lambda: asked > 3)
 
 
+async def test_the_first_report_names_the_images(tmp_path: Path) -> None:
+    class One(AnyImage):
+        def list(self) -> list[Image]:
+            return [self.get("debian")]
+
+    backends = {BackendKind.DUMMY: DummyBackend()}
+    async with Node(settings_below(tmp_path), backends=backends, images=One()) as node:
+        assert node.report().images == ("debian",)
+
+
 async def test_an_edge_that_lost_its_timers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     async def broken(_: object) -> None:
         await asyncio.sleep(0)
