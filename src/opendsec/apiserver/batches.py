@@ -107,6 +107,17 @@ class Batches:
             )
             await self._run_fresh(request, caller, deliver, claim.sandbox_ids, claim)
 
+    async def abandon(self, project: str, key: str, keep: frozenset[int]) -> None:
+        """End what the batch of this key started, but for the indexes to keep; the key starts nothing any more.
+
+        Raises NotFoundError.
+        """
+        async with self._creations.alone(project, key):
+            claim = await self._creations.find(project, key)
+            unwanted = [one for index, one in enumerate(claim.sandbox_ids) if index not in keep]
+            await self._reclaimer.add(project, unwanted)
+            await self._creations.complete(claim)
+
     async def _choose(self, count: int) -> tuple[SandboxId, ...]:
         views = await self._edges.views()
         if not views:
@@ -208,7 +219,7 @@ class Batches:
                 raise codec.decode_error(answer, fallback=f"edge {link.name} answered with status {status}")
             rest = b""
             async for chunk in connection.chunks():
-                lines = (rest + chunk).split(b"\n")
+                lines = b"".join((rest, chunk, connection.at_hand())).split(b"\n")
                 rest = lines.pop()
                 await self._take_lines(run, lines, indexes)
         finally:

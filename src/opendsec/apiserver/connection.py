@@ -151,15 +151,23 @@ class EdgeConnection(asyncio.Protocol):
         """The answer's body. Ends only at its proper end."""
         while True:
             while self._chunks:
-                chunk = self._chunks.popleft()
-                self._waiting_bytes -= len(chunk)
-                if self._paused and self._waiting_bytes < LOW_WATER and self._transport is not None:
-                    self._paused = False
-                    self._transport.resume_reading()
-                yield chunk
+                yield self._taken(self._chunks.popleft())
             if self.complete:
                 return
             await self._wait()
+
+    def at_hand(self) -> bytes:
+        """What of the body has come and was not taken yet; b"" when there is nothing."""
+        parts = list(self._chunks)
+        self._chunks.clear()
+        return self._taken(b"".join(parts))
+
+    def _taken(self, data: bytes) -> bytes:
+        self._waiting_bytes -= len(data)
+        if self._paused and self._waiting_bytes < LOW_WATER and self._transport is not None:
+            self._paused = False
+            self._transport.resume_reading()
+        return data
 
     def abort(self) -> None:
         """Close at once; what is not sent yet is dropped."""

@@ -25,8 +25,10 @@ from opendsec.wire.contracts import (
     HEADER_IDEMPOTENCY,
     HEADER_TIMEOUT,
     NDJSON_MEDIA_TYPE,
+    AbandonRequest,
     BatchRequest,
     CreateRequest,
+    Empty,
     ImageList,
     SandboxPage,
 )
@@ -143,6 +145,21 @@ async def send_batch(batches: Batches, data: BatchRequest, caller: Caller, recei
     await send({"type": "http.response.body", "body": b""})
 
 
+@post(
+    "/v1/sandbox-batches/abandon",
+    summary="End what a batch started and is not to be kept; it starts no more",
+    tags=["sandboxes"],
+    status_code=200,
+)
+async def abandon_batch(request: Incoming, data: JSONBody[AbandonRequest]) -> Empty:
+    """The header `Idempotency-Key` names the batch. May be repeated."""
+    caller = _caller(request.scope)
+    if caller.idempotency_key is None:
+        raise errors.InvalidSpecError(f"{HEADER_IDEMPOTENCY}: is missing", detail={"field": HEADER_IDEMPOTENCY})
+    await _parts(request).batches.abandon(caller.project, caller.idempotency_key, frozenset(data.keep))
+    return Empty()
+
+
 @get("/v1/sandboxes", summary="List sandboxes of the project", tags=["sandboxes"])
 async def list_sandboxes(
     request: Incoming,
@@ -214,6 +231,7 @@ async def list_projects(request: Incoming) -> ProjectList:
 ROUTES = (
     create_sandbox,
     create_batch,
+    abandon_batch,
     list_sandboxes,
     list_images,
     create_key,

@@ -3,6 +3,8 @@
 Management (JSON)
     POST   /v1/sandboxes                        CreateRequest → 201 SandboxStatus, when the sandbox is ready
     POST   /v1/sandbox-batches                  BatchRequest → 200, NDJSON of BatchItem as they become ready (any order)
+    POST   /v1/sandbox-batches/abandon          AbandonRequest → Empty; ends what the batch of this Idempotency-Key
+                                                started, but for the indexes to keep, and starts no more of it
     GET    /v1/sandboxes?label=k=v&state=&limit=&cursor=      → SandboxPage
     GET    /v1/sandboxes/{id}                   → SandboxStatus (ended ones too, for a while)
     PATCH  /v1/sandboxes/{id}                   UpdateRequest → SandboxStatus
@@ -104,6 +106,13 @@ class BatchItem:
     error: Mapping[str, object] | None = None
     """codec.error_fields of the failure."""
     done: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AbandonRequest:
+    """The rest of a batch is not wanted. `keep`: the indexes that are."""
+
+    keep: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -250,6 +250,35 @@ async def test_a_repeat_starts_what_failed_and_never_what_was_told_and_is_forgot
         assert sorted(fresh) == sorted(line["status"]["sandbox_id"] for line in third.values() if not line["error"])
 
 
+async def test_an_abandoned_batch_keeps_what_it_is_told_to_and_starts_nothing_more(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reclaim, "RETRY_S", 0.05)
+    async with start("local") as platform:
+        double, body, kept = platform.edges["local"], {**SPEC, "count": 2000}, {}
+        double.start_s = 0.002
+        async with platform.client.stream("POST", "/v1/sandbox-batches", json=body, headers=KEY) as answer:
+            async for text in answer.aiter_lines():
+                line = json.loads(text)
+                kept[line["index"]] = line["status"]["sandbox_id"]
+                if len(kept) == 20:
+                    break
+        for _ in range(2):
+            answer = await platform.client.post("/v1/sandbox-batches/abandon", json={"keep": list(kept)}, headers=KEY)
+            assert (answer.status_code, answer.json()) == (200, {"ok": True})
+        await until(lambda: double.live == 20)
+        running = {one for one, status in double.sandboxes.items() if status.state == "running"}
+        assert running == set(kept.values())
+        begun = len(double.starts)
+        assert begun < 2000
+        await lines_of(platform.client, body, KEY)
+        assert len(double.starts) == begun
+        missing = await platform.client.post("/v1/sandbox-batches/abandon", json={}, headers={"Idempotency-Key": "x"})
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "not_found")
+        unnamed = await platform.client.post("/v1/sandbox-batches/abandon", json={})
+        assert unnamed.json()["error"]["detail"]["field"] == "Idempotency-Key"
+
+
 @pytest.mark.parametrize("keyed", [False, True])
 async def test_a_client_that_leaves_a_batch_keeps_what_it_was_told_of(
     start: Start, monkeypatch: pytest.MonkeyPatch, *, keyed: bool

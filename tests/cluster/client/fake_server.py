@@ -199,6 +199,8 @@ class FakeServer:
                 return self._create(request)
             case "POST", ["sandbox-batches"]:
                 return 200, contracts.NDJSON_MEDIA_TYPE, self._batch(request)
+            case "POST", ["sandbox-batches", "abandon"]:
+                return self._abandon(request)
             case "GET", ["sandboxes"]:
                 return _json(self._page(request))
             case "GET", ["images"]:
@@ -248,6 +250,14 @@ class FakeServer:
             )
             yield codec.encode(item) + b"\n"
         yield codec.encode(contracts.BatchItem(done=True)) + b"\n"
+
+    def _abandon(self, request: Request) -> Answer:
+        keep = codec.decode(request.body, contracts.AbandonRequest).keep
+        _, made = self._creates[request.headers["idempotency-key"]]
+        for index, status in enumerate(made):
+            if index not in keep:
+                del self.sandboxes[status.sandbox_id]
+        return _json(contracts.Empty())
 
     def _page(self, request: Request) -> contracts.SandboxPage:
         labels = [value.split("=", 1) for name, value in request.query if name == "label"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ssl
+from contextlib import aclosing
 from pathlib import Path
 
 import anyio
@@ -109,6 +110,33 @@ async def test_run_many_yields_each_index_once_though_cut(server: FakeServer, cl
     assert len(server.sandboxes) == 50
     with pytest.raises(opendsec.InvalidSpecError):
         await anext(client.run_many(ARGS, 0))
+
+
+async def test_leaving_run_many_early_keeps_what_was_yielded(server: FakeServer, client: opendsec.DSecClient) -> None:
+    yielded: set[str] = set()
+
+    async def take(limit: int, key: str | None = None, timeout: float | None = None) -> None:
+        yielded.clear()
+        async with aclosing(client.run_many(ARGS, 50, idempotency_key=key, timeout=timeout)) as items:
+            async for item in items:
+                assert isinstance(item, opendsec.Started)
+                yielded.add(item.sandbox.id)
+                if len(yielded) == limit:
+                    raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        await take(7)
+    assert yielded == set(server.sandboxes)
+    with pytest.raises(ZeroDivisionError):
+        await take(7, key="mine")
+    assert len(server.sandboxes) == 7 + 50
+    assert server.count("POST", "abandon") == 1
+    server.sandboxes.clear()
+    server.faults = [Fault("POST .*batches$", after=9_000), Fault("POST .*batches$", times=99, kind="mute", after=0)]
+    with pytest.raises(opendsec.DeadlineError):
+        await take(50, timeout=0.5)
+    assert 0 < len(yielded) < 50
+    assert yielded == set(server.sandboxes)
 
 
 async def test_leaving_a_block_stops_only_where_it_says_so(server: FakeServer, client: opendsec.DSecClient) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from types import TracebackType
@@ -23,7 +23,7 @@ from opendsec.model.image import Image
 from opendsec.model.node import SandboxState, SandboxStatus
 from opendsec.model.spec import MAX_BATCH, check_seconds
 from opendsec.wire import contracts
-from opendsec.wire.contracts import BatchRequest, CreateRequest, ImageList, SandboxPage
+from opendsec.wire.contracts import AbandonRequest, BatchRequest, CreateRequest, Empty, ImageList, SandboxPage
 
 DEFAULT_TIMEOUT_S = 60.0
 BATCH_TIMEOUT_S = 3600.0
@@ -164,27 +164,34 @@ class DSecClient:
         *,
         timeout: float | None = None,
         idempotency_key: str | None = None,
-    ) -> Iterator[Started | Failed]:
+    ) -> Generator[Started | Failed, None, None]:
         """Start `count` sandboxes in one request; yields Started or Failed once for each, as they become ready, in
         any order.
 
         `timeout`: seconds for all of them, default one hour. Raises what `run_container` raises when the whole
-        request fails. Whoever stops iterating early leaves sandboxes behind that were started and not yielded: they
-        live until a TTL passes; a label finds them (`list`).
+        request fails. Whoever stops iterating early, or gets such an error, keeps what was yielded; the rest is ended,
+        unless the key is yours: then all stay, and the same call tells about them again. Close the iterator
+        (`contextlib.closing`) to have that done at once and not when it is collected.
         """
         if not 1 <= count <= MAX_BATCH:
             raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_BATCH}", detail={"field": "count"})
         check_seconds(timeout, "timeout")
         seconds = BATCH_TIMEOUT_S if timeout is None else timeout
         request = BatchRequest(spec=args.to_spec(), count=count)
-        headers = _create_headers(_own_key() if idempotency_key is None else idempotency_key, seconds)
-        items = batch_items(self._transport, request, headers, time.monotonic() + seconds)
-        with closing(items):
-            for index, outcome in items:
-                if isinstance(outcome, OpenDSecError):
-                    yield Failed(index, outcome)
-                else:
-                    yield Started(index, Sandbox(self._transport, outcome.sandbox_id))
+        key = _own_key() if idempotency_key is None else idempotency_key
+        items = batch_items(self._transport, request, _create_headers(key, seconds), time.monotonic() + seconds)
+        told: set[int] = set()
+        try:
+            with closing(items):
+                for index, outcome in items:
+                    told.add(index)
+                    if isinstance(outcome, OpenDSecError):
+                        yield Failed(index, outcome)
+                    else:
+                        yield Started(index, Sandbox(self._transport, outcome.sandbox_id))
+        finally:
+            if idempotency_key is None and len(told) < count:
+                self._abandon(key, told)
 
     def connect(self, sandbox_id: str) -> Sandbox:
         """A sandbox started earlier, by anybody of your project. Raises InvalidSpecError, NotFoundError."""
@@ -242,6 +249,17 @@ class DSecClient:
                 sandbox = self._create(request, key, create_timeout_s=MIN_TIMEOUT_S, timeout_s=TAKE_BACK_S)
                 sandbox.stop(timeout=TAKE_BACK_S)
             except OpenDSecError:
+                return
+
+    def _abandon(self, key: str, keep: set[int]) -> None:
+        """The rest of a batch of our own is not wanted."""
+        request = AbandonRequest(keep=tuple(sorted(keep)))
+        headers = {contracts.HEADER_IDEMPOTENCY: key}
+        with last_words(TAKE_BACK_S):
+            try:
+                where = target("sandbox-batches", "abandon")
+                self._transport.call("POST", where, Empty, value=request, headers=headers, timeout_s=TAKE_BACK_S)
+            except OpenDSecError:  # the platform is away, or has never heard of it
                 return
 
 
