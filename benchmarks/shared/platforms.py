@@ -102,7 +102,7 @@ def started(options: argparse.Namespace, **settings: str) -> Iterator[Platform]:
         return
     with ExitStack() as stack:
         name = f"opendsec-bench-{os.getpid()}-edge"
-        state, run = stack.enter_context(_folder("/var/lib")), stack.enter_context(_folder("/run"))
+        state, run = stack.enter_context(_folder("/var/lib")), stack.enter_context(_folder(_tmpfs()))
         groups = stack.enter_context(_groups(name))
         image = _choose_image(options, state)
         local = Local(state_dir=state, run_dir=run, listen=f"127.0.0.1:{_free_port()}")
@@ -110,6 +110,12 @@ def started(options: argparse.Namespace, **settings: str) -> Iterator[Platform]:
         stack.callback(_down, environment)
         key = _up(environment)
         yield Platform(local.api_url, key, image, local, groups, (state / "edge", run))
+
+
+def _tmpfs() -> str:
+    """Where run directories lie: /run, as on real hosts, or another tmpfs where /run is none."""
+    mounted = {entry.target: entry.fstype for entry in mountinfo()}
+    return next((target for target in ("/run", "/dev/shm") if mounted.get(target) == "tmpfs"), "/run")
 
 
 def _choose_image(options: argparse.Namespace, state: Path) -> str:
