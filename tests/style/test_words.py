@@ -41,6 +41,18 @@ def test_no_banned_words() -> None:
     assert found == []
 
 
+def test_a_worker_is_called_an_edge_or_a_process() -> None:
+    sources = [name for name in _tracked() if name.parts[:2] == ("src", "opendsec") and name.suffix == ".py"]
+    assert len(sources) > 100
+    found = [
+        f"{name}:{number}"
+        for name in sources
+        for number, line in enumerate((ROOT / name).read_text(encoding="utf-8").splitlines(), 1)
+        if re.search(r"(?<![a-z])workers?(?![a-z])", line, re.IGNORECASE)
+    ]
+    assert found == []
+
+
 def test_names_of_modules_say_something() -> None:
     vague = {"utils", "util", "helpers", "helper", "common", "misc", "manager", "handler", "service"}
     found = [str(path) for path in _tracked() if path.stem in vague]

@@ -1,4 +1,4 @@
-"""What the node has left, for admission. Two small reads; for a worker thread."""
+"""What the node has left, for admission. Two small reads; for a thread of its own."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from opendsec.model.image import Image, ImageConfig
 
 
 class ImageSource(Protocol):
-    """`store.images.ImageStore` is one. Calls may block briefly; the node makes them in a worker thread."""
+    """`store.images.ImageStore` is one. Calls may block briefly; the node makes them in a thread of its own."""
 
     def get(self, name: str) -> Image:
         """Raises ImageNotFoundError."""

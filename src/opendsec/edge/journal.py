@@ -295,7 +295,7 @@ class Journal:
             log.error("journal_line_lost", extra={"fields": {"path": self._path, "reason": str(error)}})
 
     def read_at(self, position: int) -> Record:
-        """The record whose line begins there. Blocking: for a worker thread."""
+        """The record whose line begins there. Blocking: for a thread of its own."""
         with Path(self._path).open("rb") as file:
             file.seek(position)
             return decode(file.readline())

@@ -1,6 +1,6 @@
 """Creating sandboxes over HTTP, one or many, and ending them. Raw ASGI, because bursts pass here.
 
-A batch is created by a bounded number of workers and answered line by line as sandboxes become ready; a client that
+A batch is created a bounded number at once and answered line by line as sandboxes become ready; a client that
 reads slowly slows the batch down. When the client leaves, nothing more is begun; what has been begun stays.
 """
 
@@ -27,7 +27,7 @@ from opendsec.wire.contracts import (
     CreateRequest,
 )
 
-BATCH_WORKERS = 64
+BATCH_AT_ONCE = 64
 BACKLOG_LINES = 1024
 END_ANSWER_S = 60.0
 """How long a DELETE waits for what cannot be ended."""
@@ -112,7 +112,7 @@ class LifeRoutes:
                 await lines.put(codec.encode(item) + b"\n")
 
         async with asyncio.TaskGroup() as group:
-            workers = [group.create_task(work()) for _ in range(min(BATCH_WORKERS, len(ids)))]
+            tasks = [group.create_task(work()) for _ in range(min(BATCH_AT_ONCE, len(ids)))]
             try:
                 left = len(ids)
                 while left:
@@ -122,8 +122,8 @@ class LifeRoutes:
                     left -= len(gathered)
                     yield b"".join(gathered)
             finally:
-                for worker in workers:
-                    worker.cancel()
+                for task in tasks:
+                    task.cancel()
         yield codec.encode(BatchItem(done=True)) + b"\n"
 
 

@@ -184,7 +184,7 @@ class OutputStream:
         return read_cached(self._path, offset, min(CHUNK_BYTES, self._durable - offset))
 
     def read_file(self, offset: int) -> bytes:
-        """Kept bytes from the file. Blocking: for a worker thread."""
+        """Kept bytes from the file. Blocking: for a thread of its own."""
         with Path(self._path).open("rb", buffering=0) as file:
             file.seek(offset)
             return file.read(min(CHUNK_BYTES, self._durable - offset))
