@@ -4,7 +4,7 @@
 <run>/up.json            with which settings it was started, mode 0600
 <run>/<process>.pid      pid and start time of supervisor, apiserver and edge: a pid in another life is never signalled
 <run>/local.json         address and key for SDK and CLI on this machine, mode 0600
-<state>/log/opendsec.log what the processes of `up -d` say
+<state>/log/opendsec.log what the processes of `up -d` say; `opendsec.log.1` what they said before
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ import msgspec
 
 from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
-from opendsec.host import processes
+from opendsec.host import log_file, processes
 from opendsec.host.keys import ensure_local_key
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local, chosen, lock, remember, write_private
 from opendsec.host.stopping import Stopped, clear_run_files, may_have_sandboxes, stop_platform
@@ -103,6 +103,7 @@ class Supervisor:
                 for name in (EDGE, APISERVER):
                     group.create_task(self.keep(name))
                 group.create_task(self.announce(key, on_ready))
+                group.create_task(log_file.keep_small(self.local.log_file))
                 await self.told.wait()
                 raise _Told
         except BaseExceptionGroup as failures:

@@ -22,7 +22,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 from opendsec.apiserver.link import EdgeLink
 from opendsec.errors import NodeError, OpenDSecError
-from opendsec.host import processes
+from opendsec.host import log_file, processes
 from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local, RunningAlreadyError, chosen, lock, started
 from opendsec.host.stopping import Stopped, stop_platform
 from opendsec.host.supervisor import supervise
@@ -33,7 +33,6 @@ from opendsec.server.runner import Address, run
 from opendsec.wire import codec
 
 LOG_TAIL_LINES = 20
-_KEEP_LOG_BYTES = 10 * 1024 * 1024
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -162,8 +161,8 @@ def _start_detached(local: Local) -> Mapping[str, Any]:
 def _log_file(local: Local) -> Iterator[int]:
     path = local.log_file
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if path.exists() and path.stat().st_size > _KEEP_LOG_BYTES:
-        path.rename(path.with_suffix(".log.1"))
+    if path.exists() and path.stat().st_size > log_file.KEEP_BYTES:
+        path.rename(log_file.older(path))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     try:
         yield descriptor
