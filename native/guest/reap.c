@@ -3,6 +3,7 @@
  * of ours with an owner, or an orphan.
  */
 #include "reap.h"
+#include "signals.h"
 
 #include <errno.h>
 #include <signal.h>
@@ -69,6 +70,7 @@ bool reap_has_children(void) {
 
 void reap_init(void) {
     sigset_t blocked, child;
+    signals_unignore();
     sigfillset(&blocked);
     if (getpid() != 1) { /* pid 1 is out of reach; elsewhere (tests) it must be possible to end it */
         sigdelset(&blocked, SIGTERM);

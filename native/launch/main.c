@@ -6,6 +6,7 @@
 #include "launch/sys.h"
 #include "launch/userns.h"
 #include "launch/seccomp.h"
+#include "signals.h"
 
 #include <errno.h>
 #include <fcntl.h>
@@ -206,16 +207,6 @@ static void serve(void)
     }
 }
 
-/* Ignored signals survive executions, so what we were started with would reach every sandbox. The raw call, because the C library keeps 32 and 33
- * to itself; an all-zero action is the default one. SIGCHLD is ignored: sandboxes' pid 1 are our children, and the kernel reaps them then. */
-static void reset_signals(void)
-{
-    long action[4] = {0};
-    for (int number = 1; number <= 64; number++)
-        syscall(SYS_rt_sigaction, number, action, NULL, 8);
-    signal(SIGCHLD, SIG_IGN);
-}
-
 /* Everything below RESERVED_FDS is taken, so that descriptors of requests never lie where the agent's will be. */
 static bool reserve_descriptors(void)
 {
@@ -243,7 +234,8 @@ static void choose_limits(void)
 /* NULL, or what could not be had; errno says why. */
 static const char *set_up(void)
 {
-    reset_signals();
+    signals_unignore();
+    signal(SIGCHLD, SIG_IGN); /* sandboxes' pid 1 are our children, and the kernel reaps them then */
     if (!reserve_descriptors())
         return "/dev/null";
     host.proc = open("/proc", O_PATH | O_DIRECTORY | O_CLOEXEC);
