@@ -17,7 +17,7 @@ from opendsec import DSecClient, Process, Sandbox
 from opendsec.cli import exits, options
 from opendsec.cli.output import note, write_bytes
 from opendsec.cli.session import with_client
-from opendsec.cli.streams import read_input
+from opendsec.cli.streams import followed, read_input
 from opendsec.errors import OpenDSecError
 from opendsec.model.command import CommandResult
 from opendsec.model.spec import BackendKind
@@ -85,7 +85,7 @@ def raw_terminal(descriptor: int) -> Iterator[None]:
 
 async def _attached(process: Process) -> CommandResult:
     """Copy keys in and the screen out until the command has ended. When this side goes first, the command is ended."""
-    try:
+    async with followed(process):
         with raw_terminal(0):
             async with anyio.create_task_group() as group:
                 group.start_soon(_keys, process)
@@ -94,13 +94,6 @@ async def _attached(process: Process) -> CommandResult:
                     write_bytes(1, data)
                 group.cancel_scope.cancel()
         return await process.wait()
-    except BaseException:
-        with anyio.move_on_after(5, shield=True):
-            await process.kill(grace=1.0)
-        raise
-    finally:
-        with anyio.move_on_after(2, shield=True):
-            await process.aclose()
 
 
 async def _keys(process: Process) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -24,13 +26,20 @@ async def read_input(descriptor: int) -> bytes:
 
 async def relay(process: Process, *, stdin: bool, owned: bool = True) -> CommandResult:
     """Copy until the command has ended; returns how. Cancelled: the command is ended too, if it is `owned`."""
-    try:
+    async with followed(process, owned=owned):
         async with anyio.create_task_group() as group:
             if stdin:
                 group.start_soon(_feed, process)
             await _drain(process)
             group.cancel_scope.cancel()
         return await process.wait()
+
+
+@asynccontextmanager
+async def followed(process: Process, *, owned: bool = True) -> AsyncIterator[None]:
+    """The stream is closed at the end; after a failure or an interrupt the command is ended too, if it is `owned`."""
+    try:
+        yield
     except BaseException:
         if owned:
             with anyio.move_on_after(5, shield=True):
