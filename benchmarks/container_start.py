@@ -32,6 +32,7 @@ from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
 from opendsec.model.spec import Resources, SandboxSpec
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 
 ROOT = "opendsec-bench"
@@ -195,7 +196,7 @@ async def main() -> None:
     libc.mount("tmpfs", run, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "mode=700")
     store = ImageStore(args.store if args.image else state / "store")
     image = store.get(args.image) if args.image else make_busybox_image(store)
-    layers = LayerMounts(store, run / "layers")
+    layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
     backend = ContainerBackend(layers=layers, state_dir=state, run_dir=run, cgroup_root=ROOT)
     try:
         await backend.open()

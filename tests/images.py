@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from opendsec.model.image import Image, ImageConfig
-from opendsec.store.erofs import make_erofs
 from opendsec.store.images import ImageStore
+from opendsec.store.layers import make_layer
 
 BUSYBOX = Path("/bin/busybox")
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
@@ -71,10 +71,8 @@ def _publish(
             target.parent.mkdir(parents=True, exist_ok=True)
             target.write_bytes(content)
             target.chmod(0o755)
-        make_erofs(work / "layer", tree)
-        return store.publish(
-            name, layers=[store.stage_layer(work / "layer")], config=config, source="test", replace=True
-        )
+        layer = make_layer(store, work, tree)
+        return store.publish(name, layers=[layer], config=config, source="test", replace=True)
 
 
 def _all_applets() -> list[str]:

@@ -24,6 +24,7 @@ from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image, ImageConfig
 from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -192,7 +193,7 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
         }
     else:
         images = {image.name: image}
-    layers = LayerMounts(store, run / "layers")
+    layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
     backend: Backend = container_backend(layers, state, run)
     try:
         await backend.open()

@@ -326,7 +326,10 @@ class ContainerBackend(Backend):
     async def _launch(self, plan: StartPlan) -> Launched:
         if self._shared is None:
             raise BackendUnavailableError("the container backend is not open")
-        lower = (self._templates.layer(online=_is_online(plan.spec)), *self._layers.acquire(plan.image))
+        layers = self._layers.acquired(plan.image)
+        if layers is None:
+            layers = await asyncio.to_thread(self._layers.acquire, plan.image)
+        lower = (self._templates.layer(online=_is_online(plan.spec)), *layers)
         upper, work = await self._writable(plan)
         limits = _limits(plan.spec.resources)
         with (

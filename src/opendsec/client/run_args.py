@@ -3,7 +3,7 @@ value."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec, check_spec
@@ -15,6 +15,10 @@ class DSecContainerRunArgs:
 
     container_image: str
     """Name of an image in the platform's store."""
+    workspace: str | None = None
+    """Image with the role workspace, laid over it."""
+    toolkits: Sequence[str] | None = None
+    """Images with the role toolkit, laid over all that, lowest first; None: those the image asks for."""
     memory_limit_mb: int | None = None
     """MiB; None: the node's default."""
     cpu_cores_limit: float | None = None
@@ -45,6 +49,8 @@ class DSecContainerRunArgs:
         return check_spec(
             SandboxSpec(
                 image=self.container_image,
+                workspace=self.workspace,
+                toolkits=None if self.toolkits is None else tuple(self.toolkits),
                 backend=self.backend,
                 resources=Resources(
                     memory_limit_mb=self.memory_limit_mb,

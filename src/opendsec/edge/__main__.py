@@ -41,6 +41,7 @@ from opendsec.server import logs
 from opendsec.server.auth import Verify, constant_token
 from opendsec.server.runner import Address, listen, parse_address, run, serve
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 
 RESERVED_DESCRIPTORS = 160
@@ -126,7 +127,8 @@ async def main(settings: EdgeSettings) -> None:
     store = ImageStore(settings.state_dir / "store")
     only_dummy = settings.backends == (BackendKind.DUMMY,)
     images: ImageSource = AnyImage() if only_dummy else store
-    with LayerMounts(store, settings.run_dir / "layers") as layers:
+    loader = DirectLoader(store, settings.state_dir / "cache" / "metadata")
+    with LayerMounts(loader, settings.run_dir / "layers") as layers:
         backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
         async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
             await serve(edge_app(node, version=_version(), verify=_verify(settings)), listen(settings.listen))

@@ -5,6 +5,7 @@ nowhere.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from typing import Protocol
 
 from opendsec.model.ids import check_image_name
@@ -14,8 +15,8 @@ from opendsec.model.image import Image, ImageConfig
 class ImageSource(Protocol):
     """`store.images.ImageStore` is one. Calls may block briefly; the node makes them in a thread of its own."""
 
-    def get(self, name: str) -> Image:
-        """Raises ImageNotFoundError."""
+    def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
+        """All layers of a start in their order. ImageNotFoundError, ImageInvalidError, InvalidSpecError."""
 
     def list(self) -> list[Image]:
         """All of them."""
@@ -24,12 +25,12 @@ class ImageSource(Protocol):
 class AnyImage:
     """Every good name is an empty image: for backends that look at none."""
 
-    def get(self, name: str) -> Image:
+    def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
         """Raises InvalidSpecError for what cannot be a name."""
-        check_image_name(name)
-        digest = hashlib.sha256(name.encode("utf-8")).hexdigest()
+        check_image_name(image)
+        digest = hashlib.sha256("\0".join((image, workspace, *(toolkits or ()))).encode("utf-8")).hexdigest()
         return Image(
-            name=name, digest=f"sha256:{digest}", layers=(), config=ImageConfig(), created_at=0.0, source="dummy"
+            name=image, digest=f"sha256:{digest}", layers=(), config=ImageConfig(), created_at=0.0, source="dummy"
         )
 
     def list(self) -> list[Image]:

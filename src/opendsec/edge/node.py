@@ -46,6 +46,9 @@ FACTS_EVERY_S = 0.5
 IMAGES_EVERY_S = 5.0
 """The store is read as a whole for the report's list of names; a create looks its image up by itself."""
 
+_Asked = tuple[str, str, tuple[str, ...] | None]
+"""Image, workspace and toolkits of a spec."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeSettings:
@@ -112,7 +115,7 @@ class Node:
         self._timers: Timers[Sandbox] = Timers(self._deadline, self._due)
         self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
         self._image_names: tuple[str, ...] = ()
-        self._image_cache: dict[str, tuple[float, Image]] = {}
+        self._image_cache: dict[_Asked, tuple[float, Image]] = {}
         self._image_turn = asyncio.Lock()
         self._started_at = time.time()
         self._recent = RecentOutputs()
@@ -182,7 +185,7 @@ class Node:
             if known is not None:
                 return known
             backend = self._admit(spec, sandbox_id)
-            image = await self._image(spec.image)
+            image = await self._image(spec)
             if sandbox_id not in self._sandboxes:
                 self._admit(spec, sandbox_id)  # others were admitted while the image was looked up
                 return await self._create(spec, project, sandbox_id, backend, image)
@@ -262,21 +265,23 @@ class Node:
         admission.check(self._facts, self.settings.limits, live=self._live, creating=self._creating)
         return backend
 
-    async def _image(self, name: str) -> Image:
-        found = self._recent_image(name)
+    async def _image(self, spec: SandboxSpec) -> Image:
+        asked = (spec.image, spec.workspace or "", spec.toolkits)
+        found = self._recent_image(asked)
         if found is not None:
             return found
         async with self._image_turn:  # one of a burst looks it up for all
-            found = self._recent_image(name)
+            found = self._recent_image(asked)
             if found is None:
-                found = await asyncio.to_thread(self._images.get, name)
+                image, workspace, toolkits = asked
+                found = await asyncio.to_thread(self._images.compose, image, workspace=workspace, toolkits=toolkits)
                 if len(self._image_cache) > 1000:
                     self._image_cache.clear()
-                self._image_cache[name] = (time.monotonic(), found)
+                self._image_cache[asked] = (time.monotonic(), found)
             return found
 
-    def _recent_image(self, name: str) -> Image | None:
-        found = self._image_cache.get(name)
+    def _recent_image(self, asked: _Asked) -> Image | None:
+        found = self._image_cache.get(asked)
         return found[1] if found is not None and time.monotonic() - found[0] < FACTS_EVERY_S else None
 
     async def _create(
@@ -289,6 +294,7 @@ class Node:
             spec=spec,
             image_digest=image.digest,
             image_config=image.config,
+            image_layers=image.layers,
             slot=self._slots.take(),
             created_at=time.time(),
             created_mono_s=time.monotonic(),

@@ -91,6 +91,7 @@ class Sandbox:
         self.backend = backend
         self.places = places
         self.image_digest = created.image_digest
+        self.image_layers = created.image_layers
         self.created_at = created.created_at
         self.ready_at: float | None = None
         self.ended_at: float | None = None

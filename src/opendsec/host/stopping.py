@@ -22,8 +22,7 @@ from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
 from opendsec.linux.mount import mountinfo, unmount
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
-from opendsec.store.images import ImageStore
-from opendsec.store.mounts import LayerMounts
+from opendsec.store.mounts import unmount_layers
 from opendsec.wire import codec
 from opendsec.wire.contracts import SandboxPage
 
@@ -148,7 +147,7 @@ def _unmount_layers(local: Local) -> int:
     root = local.run_dir / "layers"
     if not root.is_dir():
         return 0
-    count = LayerMounts(ImageStore(local.state_dir / "store"), root).unmount_all()
+    count = unmount_layers(root)
     for left in root.iterdir():
         left.unlink()  # its lock file
     root.rmdir()

@@ -1,4 +1,4 @@
-"""Images as values: ordered layers plus the defaults commands run with."""
+"""Images as values: ordered layers, references to other images, and the defaults commands run with."""
 
 from __future__ import annotations
 
@@ -16,13 +16,35 @@ class LayerRole(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layer:
-    """One immutable slice of an image: an EROFS file named by its digest."""
+class Blob:
+    """One immutable file of the store."""
 
     digest: str
-    """`sha256:<hex>` of the EROFS file."""
+    """`sha256:<hex>`: of the bytes of metadata; of the chunk table of data (`opendsec.store.chunks`)."""
     size_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One immutable slice of an image: an EROFS file system.
+
+    `meta` holds every name, mode and attribute and is copied to the node; `data` holds the bytes of the files, stays
+    on the store and is read on demand. A layer of one file has neither, and is that file.
+    """
+
+    digest: str
+    """`sha256:<hex>` that names the layer: of its one file, or of both digests (`opendsec.store.manifest`)."""
+    size_bytes: int
+    """Of all its files."""
     role: LayerRole = LayerRole.BASE
+    meta: Blob | None = None
+    data: Blob | None = None
+    """Both or neither."""
+
+    @property
+    def mounted(self) -> Blob:
+        """The file the kernel is given as the file system."""
+        return self.meta or Blob(digest=self.digest, size_bytes=self.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,11 +67,15 @@ class Image:
 
     name: str
     digest: str
-    """`sha256:<hex>` of the canonical manifest: layers and config."""
+    """`sha256:<hex>` of the canonical manifest: layers, references and config."""
     layers: tuple[Layer, ...]
-    """Lowest first."""
+    """Its own, lowest first."""
     config: ImageConfig
     created_at: float
     """Unix time, seconds."""
     source: str = ""
     """Where it came from, for people: `oci:/path`, `mmdebstrap bookworm`."""
+    base: str = ""
+    """Reference to the image its layers lie on. A name means whatever it means at a start; `name@sha256:…` is fixed."""
+    toolkits: tuple[str, ...] = ()
+    """References to the toolkits a sandbox gets when it asks for no others, lowest first."""

@@ -18,6 +18,7 @@ MAX_BATCH = 32_768
 """Most sandboxes in one request (the published figure of DSec's largest job)."""
 
 MAX_LABELS = 32
+MAX_TOOLKITS = 32
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")
 _ENV_KEY = re.compile(r"[^=\x00]+\Z")
 MAX_ENV_STRING = 131_071
@@ -63,6 +64,10 @@ class SandboxSpec:
     """One sandbox, as asked for."""
 
     image: str
+    workspace: str | None = None
+    """Reference to an image with the role workspace, laid over `image`: a repository and what its task needs."""
+    toolkits: tuple[str, ...] | None = None
+    """References to images with the role toolkit, laid over all that, lowest first. None: those the image asks for."""
     backend: BackendKind = BackendKind.CONTAINER
     resources: Resources = field(default_factory=Resources)
     lifetime: Lifetime = field(default_factory=Lifetime)
@@ -163,9 +168,19 @@ def _check_network(rules: Mapping[str, bool]) -> None:
             raise _bad("network_rules", f"the value of {name!r} is not true or false")
 
 
+def _check_images(spec: SandboxSpec) -> None:
+    check_image_name(spec.image)
+    if spec.workspace is not None:
+        check_image_name(spec.workspace, field="workspace")
+    for toolkit in spec.toolkits or ():
+        check_image_name(toolkit, field="toolkits")
+    if len(spec.toolkits or ()) > MAX_TOOLKITS:
+        raise _bad("toolkits", f"{len(spec.toolkits or ())} toolkits, at most {MAX_TOOLKITS}")
+
+
 def check_spec(spec: SandboxSpec) -> SandboxSpec:
     """The spec itself if every field is good. Raises InvalidSpecError or UnsupportedError naming the field."""
-    check_image_name(spec.image)
+    _check_images(spec)
     _check_resources(spec.resources)
     check_seconds(spec.lifetime.ttl_running_stop, "ttl_running_stop")
     check_seconds(spec.lifetime.ttl_max_stop, "ttl_max_stop")

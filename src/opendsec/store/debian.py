@@ -23,8 +23,8 @@ from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecEr
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.apt_sources import collect_keys, own_sources, public_sources
 from opendsec.store.durable import disk_full, remove_tree
-from opendsec.store.erofs import make_erofs
 from opendsec.store.images import ImageStore
+from opendsec.store.layers import make_layer
 from opendsec.store.manifest import digest_of
 from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
@@ -154,11 +154,11 @@ def build_debian(
         _bootstrap(tree, recipe, proxies or {}, on_progress)
         on_progress(Progress(phase="cleaning the tree"))
         clean_tree(tree, recipe.suite)
-        make_erofs(work / "layer", tree, on_progress=on_progress)
+        layer = make_layer(store, work, tree, on_progress=on_progress)
         on_progress(Progress(phase="publishing"))
         return store.publish(
             name,
-            layers=[store.stage_layer(work / "layer")],
+            layers=[layer],
             config=image_config(recipe),
             source=f"mmdebstrap {recipe.suite}",
             replace=replace or rebuild,

@@ -1,8 +1,12 @@
 """Make an EROFS file from a directory tree with mkfs.erofs.
 
+The result is two files: metadata (every name, mode and attribute), small and wanted at once, and data (the bytes of
+the files, one after the other, each from a block of its own), which may stay far away. A tree without a byte of data
+gives one file.
+
 The same tree gives the same bytes: a fixed UUID, a superblock time that follows from the tree, and the modification
 times of the files as they are. Owners, modes, links, devices, FIFOs, extended attributes and capabilities are kept.
-Uncompressed, because that starts fastest and shares the page cache best; the file is written to a path that must not
+Uncompressed, because that starts fastest and shares the page cache best; the files are written to paths that must not
 exist.
 
 It refuses names of 255 bytes, which mkfs.erofs cuts to 254 without a word, and nothing else about a tree: what may be
@@ -14,6 +18,7 @@ from __future__ import annotations
 import os
 import re
 import stat
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,6 +30,9 @@ from opendsec.store.progress import OnProgress, Progress, quietly
 UUID = "00000000-0000-0000-0000-000000000000"
 OLDEST = (1, 5)
 """Version of mkfs.erofs; older ones were never tried."""
+
+EXTENT_BYTES = 1 << 20
+"""mkfs.erofs lays files out in extents of at most so much: larger ones save nothing, smaller ones cost metadata."""
 
 _NAME_BYTES = 254
 TIMEOUT_S = 3600.0
@@ -57,7 +65,7 @@ class TreeFacts:
     """What has to be known about a tree before it is written."""
 
     size_bytes: int
-    """Of the regular files, hard links counted once; 1 at least, for it is a divisor."""
+    """Of the regular files, hard links counted once."""
     newest_mtime_s: int
 
 
@@ -80,7 +88,7 @@ def tree_facts(tree: Path) -> TreeFacts:
             if status.st_nlink > 1:
                 seen.add((status.st_dev, status.st_ino))
             total += status.st_size
-    return TreeFacts(size_bytes=max(total, 1), newest_mtime_s=newest)
+    return TreeFacts(size_bytes=total, newest_mtime_s=newest)
 
 
 def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
@@ -91,23 +99,47 @@ def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
     return {**ENVIRONMENT, "SOURCE_DATE_EPOCH": str(facts.newest_mtime_s + 1)}
 
 
-def make_erofs(output: Path, tree: Path, *, on_progress: OnProgress = quietly) -> None:
-    """Write the tree below `tree` to the new file `output`. DiskFullError, or ImageInvalidError with its words."""
+def make_erofs(
+    meta: Path,
+    tree: Path,
+    *,
+    data: Path | None = None,
+    leave_out: Sequence[str] = (),
+    on_progress: OnProgress = quietly,
+) -> bool:
+    """Write the tree below `tree` to new files. Whether there is a `data` file: not without a byte of data.
+
+    Without `data`, everything goes to `meta`. `leave_out`: paths relative to the tree that are not written, with all
+    below them. Raises DiskFullError, or ImageInvalidError with mkfs.erofs' words.
+    """
     mkfs_version()
-    arguments = [find_program("mkfs.erofs"), f"-U{UUID}", "-x2", "--quiet", str(output), str(tree)]
     facts = tree_facts(tree)
+    split = data is not None and facts.size_bytes > 0
+    arguments = [
+        find_program("mkfs.erofs"),
+        f"-U{UUID}",
+        "-x2",
+        "--quiet",
+        *(f"--exclude-path={path}" for path in leave_out),
+        *((f"--chunksize={EXTENT_BYTES}", f"--blobdev={data}") if split else ()),
+        str(meta),
+        str(tree),
+    ]
+    growing = data if split and data is not None else meta
 
     def tell() -> None:
-        if _is_full(output.parent):
-            raise disk_full(output.parent)  # mkfs.erofs 1.8 may wait for itself for ever then
-        done = output.stat().st_size if output.exists() else 0
-        on_progress(Progress(phase="writing the layer", done=min(done, facts.size_bytes), total=facts.size_bytes))
+        if _is_full(meta.parent):
+            raise disk_full(meta.parent)  # mkfs.erofs 1.8 may wait for itself for ever then
+        done = growing.stat().st_size if growing.exists() else 0
+        total = max(facts.size_bytes, 1)
+        on_progress(Progress(phase="writing the layer", done=min(done, total), total=total))
 
     tell()
     ended = run_program(arguments, timeout_s=TIMEOUT_S, environment=mkfs_environment(facts), on_tick=tell)
     if ended.status != 0:
-        raise _failed(ended, output)
+        raise _failed(ended, meta)
     tell()
+    return split
 
 
 def _is_full(directory: Path) -> bool:

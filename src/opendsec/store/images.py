@@ -1,6 +1,8 @@
 """The image store: a directory tree of immutable, content-addressed files and the names that point into it.
 
-    <root>/blobs/sha256/<hex>             layers: EROFS files, mode 0444
+    <root>/blobs/sha256/<hex>             EROFS files, mode 0444: metadata of layers, or layers of one file
+    <root>/data/sha256/<hex>              data of layers, named by the digest of their chunk table
+    <root>/tables/sha256/<hex>            those tables
     <root>/manifests/sha256/<hex>.json    canonical manifests; their digest is the image's
     <root>/tags/<quoted name>             which manifest a name means now, since when, and where it came from
     <root>/staging/<token>/               work in progress of live processes
@@ -23,9 +25,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError
+from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.ids import check_image_name
-from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
+from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
+from opendsec.store.chunks import make_table, table_digest
+from opendsec.store.compose import compose, split_reference
 from opendsec.store.durable import (
     disk_full_named,
     link_into,
@@ -35,6 +39,7 @@ from opendsec.store.durable import (
     write_synced,
 )
 from opendsec.store.manifest import (
+    Manifest,
     Tag,
     decode_manifest,
     decode_tag,
@@ -45,16 +50,21 @@ from opendsec.store.manifest import (
     name_of_tag_file,
     tag_file_name,
     to_image,
+    two_file_layer,
 )
 from opendsec.store.staging import locked, reap_staging, staged
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StagedLayer:
-    """A finished EROFS file in a staging directory of the store, hashed and synced, but not yet part of it."""
+    """Finished files in a staging directory of the store, hashed and synced, but not yet part of it."""
 
-    path: Path
     layer: Layer
+    meta: Path
+    """The EROFS file."""
+    data: Path | None = None
+    table: Path | None = None
+    """Of `data`."""
 
 
 class ImageStore:
@@ -64,6 +74,8 @@ class ImageStore:
         self.root = root
         self._clock = clock
         self._blobs = root / "blobs" / "sha256"
+        self._data = root / "data" / "sha256"
+        self._tables = root / "tables" / "sha256"
         self._manifests = root / "manifests" / "sha256"
         self._tags = root / "tags"
         self._staging = root / "staging"
@@ -71,17 +83,20 @@ class ImageStore:
         with disk_full_named(root):
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
             self._staging.mkdir(mode=0o700, exist_ok=True)
-            for directory in (self._blobs, self._manifests, self._tags):
+            for directory in (self._blobs, self._data, self._tables, self._manifests, self._tags):
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             if reap_staging(self._staging, self._lock_file):
                 with locked(self._lock_file):
                     self._collect()
 
     def get(self, name: str) -> Image:
-        """The image a name means now. ImageNotFoundError; InvalidSpecError when it cannot be a name."""
+        """The image a name, or `name@sha256:…`, means now.
+
+        Raises ImageNotFoundError, InvalidSpecError when it cannot be a reference, ImageInvalidError when it is damaged.
+        """
         check_image_name(name)
         try:
-            tag = decode_tag((self._tags / tag_file_name(name)).read_bytes(), name=name)
+            tag = self._tag(name)
             manifest = self._manifest_path(tag.digest).read_bytes()
         except FileNotFoundError as error:
             raise ImageNotFoundError(
@@ -92,6 +107,10 @@ class ImageStore:
         if digest_of(manifest) != tag.digest:
             raise ImageInvalidError(f"the manifest of image {name!r} does not have the digest its tag says")
         return to_image(name, tag, manifest)
+
+    def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
+        """What a sandbox starts from; see `opendsec.store.compose`."""
+        return compose(self.get, image, workspace=workspace, toolkits=toolkits)
 
     def list(self) -> list[Image]:
         """All images, by name."""
@@ -107,20 +126,35 @@ class ImageStore:
         return image
 
     def blob_path(self, digest: str) -> Path:
-        """Where the layer of that digest lies, whether or not it is there."""
+        """Where metadata, or a layer of one file, of that digest lies, whether or not it is there."""
         return self._blobs / hex_of(digest)
+
+    def data_path(self, digest: str) -> Path:
+        """Where the data of that digest lies, whether or not it is there."""
+        return self._data / hex_of(digest)
+
+    def table_path(self, digest: str) -> Path:
+        """Where the chunk table of the data of that digest lies, whether or not it is there."""
+        return self._tables / hex_of(digest)
 
     def staging(self) -> AbstractContextManager[Path]:
         """A private directory on the store's file system to make layers in; see `staged`."""
         return staged(self._staging, self._lock_file)
 
-    def stage_layer(self, path: Path, *, role: LayerRole = LayerRole.BASE) -> StagedLayer:
-        """Hash and sync a finished EROFS file that lies in a staging directory. Nobody may change it afterwards."""
-        with disk_full_named(self.root), path.open("rb") as file:
-            path.chmod(0o444)
-            digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-            sync_file(path)
-        return StagedLayer(path=path, layer=Layer(digest=digest, size_bytes=path.stat().st_size, role=role))
+    def stage_layer(self, meta: Path, data: Path | None = None, *, role: LayerRole = LayerRole.BASE) -> StagedLayer:
+        """Hash and sync finished files of one staging directory. Nobody may change them afterwards."""
+        with disk_full_named(self.root):
+            mounted = _hashed(meta)
+            if data is None:
+                layer = Layer(digest=mounted.digest, size_bytes=mounted.size_bytes, role=role)
+                return StagedLayer(layer=layer, meta=meta)
+            content = make_table(data)
+            table = data.with_name(f"{data.name}.table")
+            write_synced(table, content)
+            data.chmod(0o444)
+            sync_file(data)
+            stored = Blob(digest=table_digest(content), size_bytes=data.stat().st_size)
+        return StagedLayer(layer=two_file_layer(mounted, stored, role=role), meta=meta, data=data, table=table)
 
     def publish(
         self,
@@ -128,6 +162,8 @@ class ImageStore:
         *,
         layers: Sequence[StagedLayer | Layer],
         config: ImageConfig,
+        base: str = "",
+        toolkits: Sequence[str] = (),
         source: str = "",
         replace: bool = False,
     ) -> Image:
@@ -138,8 +174,11 @@ class ImageStore:
         `replace`.
         """
         check_image_name(name)
+        if split_reference(name)[1]:
+            raise InvalidSpecError(f"name: {name!r} ends as a digest does", detail={"field": "name"})
         flat = tuple(one.layer if isinstance(one, StagedLayer) else one for one in layers)
-        manifest = encode_manifest(flat, config)
+        references = Manifest(layers=flat, config=config, base=base, toolkits=tuple(toolkits))
+        manifest = encode_manifest(references)
         tag = Tag(digest=digest_of(manifest), created_at=self._clock(), source=source)
         with disk_full_named(self.root), self.staging() as work, locked(self._lock_file):
             present = self._present(name)
@@ -165,9 +204,30 @@ class ImageStore:
     def _add_layers(self, layers: Sequence[StagedLayer | Layer]) -> None:
         for one in layers:
             if isinstance(one, StagedLayer):
-                link_into(one.path, self.blob_path(one.layer.digest))
-            elif not self.blob_path(one.digest).exists():
+                self._add_layer(one)
+            elif not all(path.exists() for path in self._paths(one)):
                 raise ImageInvalidError(f"layer {one.digest} is not in the store", detail={"layer": one.digest})
+
+    def _add_layer(self, staged_layer: StagedLayer) -> None:
+        layer = staged_layer.layer
+        if layer.data is not None and staged_layer.data is not None and staged_layer.table is not None:
+            link_into(staged_layer.table, self.table_path(layer.data.digest))
+            link_into(staged_layer.data, self.data_path(layer.data.digest))
+        link_into(staged_layer.meta, self.blob_path(layer.mounted.digest))
+
+    def _paths(self, layer: Layer) -> tuple[Path, ...]:
+        """All files of a layer."""
+        meta = self.blob_path(layer.mounted.digest)
+        if layer.data is None:
+            return (meta,)
+        return (meta, self.data_path(layer.data.digest), self.table_path(layer.data.digest))
+
+    def _tag(self, reference: str) -> Tag:
+        """The tag of a reference; of a pinned one a tag with the digest alone, if the store still has it."""
+        name, digest = split_reference(reference)
+        if digest:
+            return Tag(digest=digest, created_at=self._manifest_path(digest).stat().st_mtime, source="")
+        return decode_tag((self._tags / tag_file_name(name)).read_bytes(), name=name)
 
     def _add_manifest(self, work: Path, manifest: bytes, digest: str) -> None:
         write_synced(work / "manifest", manifest)
@@ -184,20 +244,40 @@ class ImageStore:
 
     def _collect(self) -> None:
         """Delete what no tag needs; the lock is held. With a damaged tag about, nothing is: it may need anything."""
-        manifests: set[str] = set()
-        blobs: set[str] = set()
+        needed: set[Path] = set()
         try:
             for path in self._tags.iterdir():
                 tag = decode_tag(path.read_bytes(), name=name_of_tag_file(path.name))
-                layers, _ = decode_manifest(self._manifest_path(tag.digest).read_bytes())
-                manifests.add(self._manifest_path(tag.digest).name)
-                blobs.update(hex_of(layer.digest) for layer in layers)
+                self._need(tag.digest, needed)
         except (ImageInvalidError, FileNotFoundError):
             return
-        for directory, needed in ((self._manifests, manifests), (self._blobs, blobs)):
+        for directory in (self._manifests, self._blobs, self._data, self._tables):
             for path in directory.iterdir():
-                if path.name not in needed:
+                if path not in needed:
                     path.unlink()
+
+    def _need(self, digest: str, needed: set[Path]) -> None:
+        """Add the files of a manifest and of all that it pins."""
+        path = self._manifest_path(digest)
+        if path in needed:
+            return
+        needed.add(path)
+        manifest = decode_manifest(path.read_bytes())
+        for layer in manifest.layers:
+            needed.update(self._paths(layer))
+        for reference in (manifest.base, *manifest.toolkits):
+            pinned_digest = split_reference(reference)[1]
+            if pinned_digest:
+                self._need(pinned_digest, needed)
+
+
+def _hashed(path: Path) -> Blob:
+    """A finished file as a blob named by the digest of its bytes, on the disk."""
+    with path.open("rb") as file:
+        path.chmod(0o444)
+        digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    sync_file(path)
+    return Blob(digest=digest, size_bytes=path.stat().st_size)
 
 
 def _taken(name: str, present: Image) -> ConflictError:

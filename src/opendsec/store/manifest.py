@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from opendsec.errors import ImageInvalidError
-from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
+from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
 
-SCHEMA = 1
+SCHEMA = 2
+_READABLE = frozenset({1, 2})
+"""Schema 1 knew layers of one file, and no references."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 
@@ -44,6 +46,25 @@ def digest_of(content: bytes) -> str:
     return f"sha256:{hashlib.sha256(content).hexdigest()}"
 
 
+def layer_digest(meta: Blob, data: Blob) -> str:
+    """Names a layer of two files: the digest of a line of text with the digest of either.
+
+    Neither alone would do: files of other content and the same names, sizes and times have the same metadata.
+    """
+    return digest_of(f"layer {meta.digest} {data.digest}\n".encode("ascii"))
+
+
+def two_file_layer(meta: Blob, data: Blob, *, role: LayerRole) -> Layer:
+    """The layer of these two files."""
+    return Layer(
+        digest=layer_digest(meta, data),
+        size_bytes=meta.size_bytes + data.size_bytes,
+        role=role,
+        meta=meta,
+        data=data,
+    )
+
+
 def tag_file_name(name: str) -> str:
     """An image name as one file name of the same length: names may hold `/` but never `+`."""
     return name.replace("/", "+")
@@ -54,14 +75,26 @@ def name_of_tag_file(file_name: str) -> str:
     return file_name.replace("+", "/")
 
 
-def encode_manifest(layers: tuple[Layer, ...], config: ImageConfig) -> bytes:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Manifest:
+    """The content of an image."""
+
+    layers: tuple[Layer, ...]
+    """Lowest first."""
+    config: ImageConfig
+    base: str = ""
+    toolkits: tuple[str, ...] = ()
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
     """The canonical bytes. Order of layers, environment and arguments counts; order of labels does not."""
+    config = manifest.config
     return _canonical(
         {
             "schema": SCHEMA,
-            "layers": [
-                {"digest": layer.digest, "size_bytes": layer.size_bytes, "role": layer.role.value} for layer in layers
-            ],
+            "base": manifest.base,
+            "layers": [_encode_layer(layer) for layer in manifest.layers],
+            "toolkits": list(manifest.toolkits),
             "config": {
                 "env": [[name, value] for name, value in config.env.items()],
                 "workdir": config.workdir,
@@ -74,16 +107,17 @@ def encode_manifest(layers: tuple[Layer, ...], config: ImageConfig) -> bytes:
     )
 
 
-def decode_manifest(content: bytes) -> tuple[tuple[Layer, ...], ImageConfig]:
-    """Layers, lowest first, and config. ImageInvalidError when the bytes are no manifest of this schema."""
+def decode_manifest(content: bytes) -> Manifest:
+    """The manifest. ImageInvalidError when the bytes are none of a schema that is known."""
     try:
         fields = json.loads(content)
         _check_schema(fields)
-        layers = tuple(
-            Layer(digest=one["digest"], size_bytes=one["size_bytes"], role=LayerRole(one["role"]))
-            for one in fields["layers"]
+        return Manifest(
+            layers=tuple(_decode_layer(one) for one in fields["layers"]),
+            config=_decode_config(fields["config"]),
+            base=str(fields.get("base", "")),
+            toolkits=tuple(str(one) for one in fields.get("toolkits", ())),
         )
-        return layers, _decode_config(fields["config"])
     except (ValueError, KeyError, TypeError) as error:
         raise ImageInvalidError(f"the store holds a damaged manifest: {error!r}") from error
 
@@ -105,14 +139,50 @@ def decode_tag(content: bytes, *, name: str) -> Tag:
 
 def to_image(name: str, tag: Tag, manifest: bytes) -> Image:
     """A tag and its manifest as one value."""
-    layers, config = decode_manifest(manifest)
+    decoded = decode_manifest(manifest)
     return Image(
-        name=name, digest=tag.digest, layers=layers, config=config, created_at=tag.created_at, source=tag.source
+        name=name,
+        digest=tag.digest,
+        layers=decoded.layers,
+        config=decoded.config,
+        created_at=tag.created_at,
+        source=tag.source,
+        base=decoded.base,
+        toolkits=decoded.toolkits,
     )
 
 
+def files_of(layer: Layer) -> tuple[Blob, ...]:
+    """The blobs a layer consists of: one, or metadata and data."""
+    return (layer.mounted,) if layer.data is None else (layer.mounted, layer.data)
+
+
+def _encode_layer(layer: Layer) -> dict[str, object]:
+    fields: dict[str, object] = {"digest": layer.digest, "size_bytes": layer.size_bytes, "role": layer.role.value}
+    for key, blob in (("meta", layer.meta), ("data", layer.data)):
+        if blob is not None:
+            fields[key] = {"digest": blob.digest, "size_bytes": blob.size_bytes}
+    return fields
+
+
+def _decode_layer(fields: Mapping[str, Any]) -> Layer:
+    role = LayerRole(fields["role"])
+    hex_of(fields["digest"])
+    if "meta" not in fields and "data" not in fields:
+        return Layer(digest=fields["digest"], size_bytes=int(fields["size_bytes"]), role=role)
+    layer = two_file_layer(_decode_blob(fields["meta"]), _decode_blob(fields["data"]), role=role)
+    if layer.digest != fields["digest"]:
+        raise ValueError(f"layer {fields['digest']!r} does not have the digest of its two files")
+    return layer
+
+
+def _decode_blob(fields: Mapping[str, Any]) -> Blob:
+    hex_of(fields["digest"])
+    return Blob(digest=fields["digest"], size_bytes=int(fields["size_bytes"]))
+
+
 def _check_schema(fields: Mapping[str, Any]) -> None:
-    if fields["schema"] != SCHEMA:
+    if fields["schema"] not in _READABLE:
         raise ValueError(f"schema {fields['schema']!r} is not {SCHEMA}")
 
 

@@ -1,6 +1,6 @@
 """Layers of images, mounted: each exactly once per node, read-only, below one directory in the host's mount namespace.
 
-    <mount root>/<hex digest>/    the EROFS file `<store>/blobs/sha256/<hex>`, with `directio` where the kernel has it
+    <mount root>/<hex digest>/    one layer, with `directio` where the kernel has it
     <mount root>/.lock            held while a layer is mounted or unmounted
 
 Once per node, because a second mount of the same file caches everything twice. Any process may ask at any time: who
@@ -23,8 +23,8 @@ from typing import Self
 from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
 from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
 from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
-from opendsec.model.image import Image
-from opendsec.store.images import ImageStore
+from opendsec.model.image import Image, Layer
+from opendsec.store.loading.base import Loader
 from opendsec.store.manifest import hex_of
 from opendsec.store.staging import locked
 
@@ -38,8 +38,8 @@ class LayerMounts:
     A context manager: leaving it (or `close`) gives back the descriptors, not the mounts. Threads may share it.
     """
 
-    def __init__(self, store: ImageStore, mount_root: Path) -> None:
-        self._store = store
+    def __init__(self, loader: Loader, mount_root: Path) -> None:
+        self._loader = loader
         self._root = mount_root
         self._fds: dict[str, int] = {}
 
@@ -54,11 +54,18 @@ class LayerMounts:
     def acquire(self, image: Image) -> tuple[int, ...]:
         """Directory descriptors of the image's layers, **topmost first**, each mounted if it was not.
 
-        They belong to this object and stay good until `close` or `unmount_all`; asking again costs one look-up.
+        They belong to this object and stay good until `close` or `unmount_all`. Blocks while a layer that is not
+        mounted yet is fetched and mounted; see `acquired`.
         Raises ImageInvalidError (a layer is missing or no EROFS file), HostCapabilityError (this kernel or file
-        system cannot mount it; the remedy says what to change), NodeError (something else is mounted there).
+        system cannot mount it; the remedy says what to change), NodeError (something else is mounted there), and
+        whatever the loader does.
         """
-        return tuple(self._layer(layer.digest) for layer in reversed(image.layers))
+        return tuple(self._layer(layer) for layer in reversed(image.layers))
+
+    def acquired(self, image: Image) -> tuple[int, ...] | None:
+        """The same if this object has them all already, without waiting for anything."""
+        fds = tuple(self._fds.get(layer.digest, -1) for layer in reversed(image.layers))
+        return None if -1 in fds else fds
 
     def close(self) -> None:
         """Give back the descriptors; the mounts stay for the next process."""
@@ -69,47 +76,52 @@ class LayerMounts:
     def unmount_all(self) -> int:
         """Unmount every layer below the mount root; how many there were. Sandboxes that still run keep theirs."""
         self.close()
-        if not self._root.is_dir():
-            return 0
-        with self._locked() as root:
-            mounted = [entry for entry in mountinfo() if Path(entry.target).parent == root]
-            for entry in reversed(mounted):
-                umount2(entry.target, MNT_DETACH | UMOUNT_NOFOLLOW)
-            for directory in root.iterdir():
-                if directory.is_dir():
-                    directory.rmdir()
-        return len(mounted)
+        return unmount_layers(self._root)
 
-    def _layer(self, digest: str) -> int:
+    def _layer(self, layer: Layer) -> int:
+        digest = layer.digest
         fd = self._fds.get(digest)
         if fd is None:
-            with self._locked() as root:
+            with _locked(self._root) as root:
                 fd = self._fds.get(digest)  # Another thread may have been first.
                 if fd is None:
                     target = root / hex_of(digest)
-                    self._mount_once(digest, target)
+                    self._mount_once(layer, target)
                     fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
                     self._fds[digest] = fd
         return fd
 
-    @contextmanager
-    def _locked(self) -> Iterator[Path]:
-        """The mount root without symbolic links, as mountinfo shows it; one process at a time."""
-        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        root = self._root.resolve(strict=True)
-        with locked(root / _LOCK):
-            yield root
-
-    def _mount_once(self, digest: str, target: Path) -> None:
-        blob = self._store.blob_path(digest).resolve()
+    def _mount_once(self, layer: Layer, target: Path) -> None:
+        files = self._loader.attach(layer)
         present = mounted_at(target)
         if present is not None:
-            check_adoptable(present, blob)
+            check_adoptable(present, files.meta)
             return
-        if not blob.is_file():
-            raise ImageInvalidError(f"layer {digest} is not in the store", detail={"layer": digest})
         target.mkdir(mode=0o700, exist_ok=True)
-        mount_erofs(blob, target)
+        mount_erofs(files.meta, target, data=files.data)
+
+
+def unmount_layers(mount_root: Path) -> int:
+    """Unmount every layer below a mount root; how many there were. Needs no store, and no loader that still runs."""
+    if not mount_root.is_dir():
+        return 0
+    with _locked(mount_root) as root:
+        mounted = [entry for entry in mountinfo() if Path(entry.target).parent == root]
+        for entry in reversed(mounted):
+            umount2(entry.target, MNT_DETACH | UMOUNT_NOFOLLOW)
+        for directory in root.iterdir():
+            if directory.is_dir():
+                directory.rmdir()
+    return len(mounted)
+
+
+@contextmanager
+def _locked(mount_root: Path) -> Iterator[Path]:
+    """The mount root without symbolic links, as mountinfo shows it; one process at a time."""
+    mount_root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    root = mount_root.resolve(strict=True)
+    with locked(root / _LOCK):
+        yield root
 
 
 def mounted_at(target: Path) -> MountEntry | None:
@@ -129,10 +141,10 @@ def check_adoptable(present: MountEntry, blob: Path) -> None:
         )
 
 
-def mount_erofs(blob: Path, target: Path) -> None:
+def mount_erofs(blob: Path, target: Path, *, data: Path | None = None) -> None:
     """Mount an EROFS file at a directory, in one step: it is never there without its content."""
     try:
-        tree = erofs(blob)
+        tree = erofs(blob, devices=() if data is None else (data,))
     except OSError as error:
         raise _mount_failed(error, blob) from error
     try:

@@ -156,7 +156,7 @@ def test_a_source_that_cannot_be_read_is_named(image: Command, disk: Path) -> No
 def test_a_debian_image_keeps_nothing_of_this_machine(image: Command, disk: Path, tmp_path: Path) -> None:
     made = image.json("build-debian", "deb", "--include", "hello,procps")
     assert image.json("build-debian", "deb", "--include", "procps,hello") == made
-    layer = disk / "state/store/blobs/sha256" / made["layers"][0]["digest"][7:]
+    layer = disk / "state/store/blobs/sha256" / made["layers"][0]["meta"]["digest"][7:]
     mount(layer, tmp_path, "erofs", MS_RDONLY)
     try:
         assert (tmp_path / "usr/bin/hello").is_file()

@@ -18,14 +18,19 @@ from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, mount, umount2
 from opendsec.linux.mount import mountinfo
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts, mounted_at
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs]
 
 
+def direct(store: ImageStore) -> DirectLoader:
+    return DirectLoader(store, store.root.parent / "metadata")
+
+
 @pytest.fixture
 def mounts(store: ImageStore, tmp_path: Path) -> Iterator[LayerMounts]:
-    with LayerMounts(store, tmp_path / "layers") as mounts:
+    with LayerMounts(direct(store), tmp_path / "layers") as mounts:
         yield mounts
         mounts.unmount_all()
 
@@ -63,7 +68,7 @@ def test_mounted_read_only_with_directio_and_set_id_bits(
     mounts.acquire(image)
     entry = mounted_at(tmp_path / "layers" / image.layers[0].digest[7:])
     assert entry is not None
-    assert (entry.fstype, entry.source) == ("erofs", str(store.blob_path(image.layers[0].digest)))
+    assert (entry.fstype, entry.source) == ("erofs", str(store.blob_path(image.layers[0].mounted.digest)))
     assert "ro" in entry.options
     assert not {"nosuid", "nodev"} & set(entry.options)
     assert "directio" in entry.super_options
@@ -74,7 +79,7 @@ def test_mounts_outlive_the_object_and_are_adopted(store: ImageStore, mounts: La
     mounts.acquire(image)
     mounts.close()
     before = mounted(tmp_path)
-    with LayerMounts(store, tmp_path / "layers") as second:
+    with LayerMounts(direct(store), tmp_path / "layers") as second:
         [fd] = second.acquire(image)
         assert "bin" in names(fd)
     assert mounted(tmp_path) == before
@@ -92,9 +97,10 @@ ACQUIRE = """
 import json, sys
 from pathlib import Path
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 store = ImageStore(Path(sys.argv[1]))
-with LayerMounts(store, Path(sys.argv[2])) as mounts:
+with LayerMounts(DirectLoader(store, store.root.parent / 'metadata'), Path(sys.argv[2])) as mounts:
     sys.stdin.read(1)
     print(json.dumps(len(mounts.acquire(store.get("both")))))
 """
@@ -127,7 +133,7 @@ def test_something_else_in_the_place_is_refused(store: ImageStore, mounts: Layer
     image, other = make_busybox_image(store), make_scratch_image(store)
     target = tmp_path / "layers" / image.layers[0].digest[7:]
     target.mkdir(parents=True)
-    mount(str(store.blob_path(other.layers[0].digest)), str(target), "erofs", MS_RDONLY)
+    mount(str(store.blob_path(other.layers[0].mounted.digest)), str(target), "erofs", MS_RDONLY)
     try:
         with pytest.raises(NodeError, match="is taken by erofs"):
             mounts.acquire(image)
@@ -158,7 +164,7 @@ def test_a_store_on_tmpfs_says_what_to_change(tmp_path: Path) -> None:
     try:
         store = ImageStore(place / "store")
         image = make_busybox_image(store)
-        with LayerMounts(store, tmp_path / "layers") as mounts:
+        with LayerMounts(direct(store), tmp_path / "layers") as mounts:
             with pytest.raises(HostCapabilityError, match="ENOTBLK") as caught:
                 mounts.acquire(image)
             mounts.unmount_all()

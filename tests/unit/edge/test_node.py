@@ -140,7 +140,7 @@ async def test_a_store_that_cannot_be_read_does_not_stop_the_measuring(
 async def test_the_first_report_names_the_images(tmp_path: Path) -> None:
     class One(AnyImage):
         def list(self) -> list[Image]:
-            return [self.get("debian")]
+            return [self.compose("debian")]
 
     backends = {BackendKind.DUMMY: DummyBackend()}
     async with Node(settings_below(tmp_path), backends=backends, images=One()) as node:

@@ -10,8 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from opendsec.errors import ImageInvalidError
-from opendsec.model.image import ImageConfig, Layer, LayerRole
+from opendsec.model.image import Blob, ImageConfig, Layer, LayerRole
 from opendsec.store.manifest import (
+    Manifest,
     Tag,
     decode_manifest,
     decode_tag,
@@ -19,6 +20,7 @@ from opendsec.store.manifest import (
     encode_tag,
     name_of_tag_file,
     tag_file_name,
+    two_file_layer,
 )
 
 TEXT = st.text(st.characters(exclude_characters="\0"), max_size=20)
@@ -42,17 +44,20 @@ CONFIGS = st.builds(
 )
 
 
-@given(LAYERS, CONFIGS)
-def test_round_trip_keeps_everything_and_the_order(layers: tuple[Layer, ...], config: ImageConfig) -> None:
-    encoded = encode_manifest(layers, config)
-    assert decode_manifest(encoded) == (layers, config)
-    assert list(decode_manifest(encoded)[1].env) == list(config.env)
-    assert encode_manifest(*decode_manifest(encoded)) == encoded
+@given(LAYERS, CONFIGS, TEXT, st.lists(TEXT, max_size=3).map(tuple))
+def test_round_trip_keeps_everything_and_the_order(
+    layers: tuple[Layer, ...], config: ImageConfig, base: str, toolkits: tuple[str, ...]
+) -> None:
+    manifest = Manifest(layers=layers, config=config, base=base, toolkits=toolkits)
+    encoded = encode_manifest(manifest)
+    assert decode_manifest(encoded) == manifest
+    assert list(decode_manifest(encoded).config.env) == list(config.env)
+    assert encode_manifest(decode_manifest(encoded)) == encoded
 
 
 def test_order_of_env_counts_and_of_labels_does_not() -> None:
     def encoded(**fields: dict[str, str]) -> bytes:
-        return encode_manifest((), ImageConfig(**fields))  # type: ignore[arg-type]
+        return encode_manifest(Manifest(layers=(), config=ImageConfig(**fields)))  # type: ignore[arg-type]
 
     assert encoded(env={"a": "1", "b": "2"}) != encoded(env={"b": "2", "a": "1"})
     assert encoded(labels={"a": "1", "b": "2"}) == encoded(labels={"b": "2", "a": "1"})
@@ -71,7 +76,7 @@ def test_tags_come_back() -> None:
     assert decode_tag(encode_tag(tag), name="x") == tag
 
 
-@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema":2}', b'{"schema":1}', b"null"])
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b"\xff", b'{"schema":3}', b'{"schema":1}', b"null"])
 def test_damage_is_named(content: bytes) -> None:
     with pytest.raises(ImageInvalidError, match="damaged manifest"):
         decode_manifest(content)
@@ -79,8 +84,27 @@ def test_damage_is_named(content: bytes) -> None:
         decode_tag(content, name="x")
 
 
+ONE = Layer(digest="sha256:" + "0" * 64, size_bytes=1)
+
+
 def test_an_unknown_role_is_damage() -> None:
-    fields = json.loads(encode_manifest((Layer(digest="sha256:" + "0" * 64, size_bytes=1),), ImageConfig()))
+    fields = json.loads(encode_manifest(Manifest(layers=(ONE,), config=ImageConfig())))
     fields["layers"][0]["role"] = "attic"
     with pytest.raises(ImageInvalidError, match="attic"):
+        decode_manifest(json.dumps(fields).encode())
+
+
+def test_manifests_of_the_first_schema_are_read() -> None:
+    fields = json.loads(encode_manifest(Manifest(layers=(ONE,), config=ImageConfig())))
+    first = {key: value for key, value in fields.items() if key not in ("base", "toolkits")} | {"schema": 1}
+    assert decode_manifest(json.dumps(first).encode()) == Manifest(layers=(ONE,), config=ImageConfig())
+
+
+def test_a_layer_is_named_by_both_its_files() -> None:
+    meta, data = (Blob(digest="sha256:" + digit * 64, size_bytes=5) for digit in "12")
+    layer = two_file_layer(meta, data, role=LayerRole.TOOLKIT)
+    assert layer.size_bytes == 10
+    fields = json.loads(encode_manifest(Manifest(layers=(layer,), config=ImageConfig())))
+    fields["layers"][0]["data"]["digest"] = "sha256:" + "3" * 64
+    with pytest.raises(ImageInvalidError, match="two files"):
         decode_manifest(json.dumps(fields).encode())

@@ -13,13 +13,13 @@ from pathlib import Path
 from opendsec.errors import UnsupportedError
 from opendsec.model.image import Image, ImageConfig
 from opendsec.model.spec import check_env, check_path
-from opendsec.store.erofs import make_erofs
 from opendsec.store.images import ImageStore
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import Layout
 from opendsec.store.importers.source import Source, SourceKind
 from opendsec.store.importers.tar import opened_archive, position
 from opendsec.store.importers.unpack import TreeWriter
+from opendsec.store.layers import make_layer
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 __all__ = ["ImportRequest", "import_image"]
@@ -44,11 +44,10 @@ def import_image(store: ImageStore, request: ImportRequest, *, on_progress: OnPr
         check_path(request.config.workdir, "workdir")
     with store.staging() as work:
         tree, config = _prepare(request, work, on_progress)
-        make_erofs(work / "layer", tree, on_progress=on_progress)
+        layer = make_layer(store, work, tree, on_progress=on_progress)
         on_progress(Progress(phase="publishing"))
-        staged = store.stage_layer(work / "layer")
         return store.publish(
-            request.name, layers=[staged], config=config, source=str(request.source), replace=request.replace
+            request.name, layers=[layer], config=config, source=str(request.source), replace=request.replace
         )
 
 

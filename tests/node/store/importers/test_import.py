@@ -18,11 +18,13 @@ from tests.oci_layout import LayoutMaker, directory, file, make_layout, tar_of
 from tests.tree_facts import difference, tree_of
 
 from opendsec.errors import ConflictError, ImageInvalidError, InvalidSpecError, UnsupportedError
-from opendsec.linux.libc import MS_RDONLY, mount, umount2
+from opendsec.linux.libc import umount2
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.images import ImageStore
 from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.source import parse_source
+from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.mounts import mount_erofs
 from opendsec.store.progress import Progress
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs]
@@ -83,7 +85,8 @@ def test_the_layer_shows_the_tree(store: ImageStore, disk: Path) -> None:
     tree = odd_tree(disk / "tree")
     image = imported(store, "x", str(by_tar(tree, disk / "archive.tar")))
     (disk / "at").mkdir()
-    mount(str(store.blob_path(image.layers[0].digest)), str(disk / "at"), "erofs", MS_RDONLY)
+    files = DirectLoader(store, disk / "metadata").attach(image.layers[0])
+    mount_erofs(files.meta, disk / "at", data=files.data)
     try:
         assert not difference(tree_of(disk / "at"), tree_of(tree))
     finally:

@@ -1,0 +1,75 @@
+"""Data of layers in chunks: the table of their digests, which names the data and proves every part of it.
+
+A table is the SHA-256 of each 64 KiB chunk, 32 bytes each, in order; the last chunk is shorter. The digest of a data
+blob is the SHA-256 of its table: who has a table of that digest can check any chunk alone, so a reader on demand
+never needs the rest, and several cores can compute one. 64 KiB, because a start reads in small pieces: with 256 KiB
+it would fetch half as much again (13.4 instead of 9.0 MB for the first `python3 -c`).
+
+Pure but for reading the file it is told to.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+from opendsec.errors import DigestMismatchError
+
+CHUNK_BYTES = 65_536
+DIGEST_BYTES = 32
+_PIECE_BYTES = 256 * CHUNK_BYTES
+_WORKERS = min(4, os.cpu_count() or 1)
+
+
+def chunk_count(size_bytes: int) -> int:
+    """Chunks of a blob of that size."""
+    return -(-size_bytes // CHUNK_BYTES)
+
+
+def make_table(path: Path) -> bytes:
+    """The table of a file. Reads on several cores: hashing leaves the interpreter's lock."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        size = os.fstat(fd).st_size
+        with ThreadPoolExecutor(_WORKERS) as pool:
+            return b"".join(pool.map(lambda offset: _digests(fd, offset), range(0, size, _PIECE_BYTES)))
+    finally:
+        os.close(fd)
+
+
+def table_digest(table: bytes) -> str:
+    """`sha256:<hex>`: the digest of the data the table stands for."""
+    return f"sha256:{hashlib.sha256(table).hexdigest()}"
+
+
+def check_table(table: bytes, digest: str, size_bytes: int) -> None:
+    """DigestMismatchError unless it is the table of the data of that digest and size."""
+    if len(table) != chunk_count(size_bytes) * DIGEST_BYTES or table_digest(table) != digest:
+        raise DigestMismatchError(f"the chunk table of {digest} is damaged", detail={"digest": digest})
+
+
+def check_chunk(table: bytes, number: int, content: bytes) -> bool:
+    """Whether `content` is chunk `number`, counted from 0."""
+    start = number * DIGEST_BYTES
+    return hashlib.sha256(content).digest() == table[start : start + DIGEST_BYTES]
+
+
+def chunks_of(offset: int, length: int) -> range:
+    """Numbers of the chunks that cover `length` bytes from `offset`."""
+    return range(offset // CHUNK_BYTES, chunk_count(offset + length)) if length else range(0)
+
+
+def _digests(fd: int, offset: int) -> bytes:
+    piece = b""
+    while len(piece) < _PIECE_BYTES and (more := os.pread(fd, _PIECE_BYTES - len(piece), offset + len(piece))):
+        piece += more  # A file system over a network may answer with less than was asked for.
+    return b"".join(hashlib.sha256(chunk).digest() for chunk in _split(piece))
+
+
+def _split(piece: bytes) -> Iterator[memoryview]:
+    view = memoryview(piece)
+    for start in range(0, len(piece), CHUNK_BYTES):
+        yield view[start : start + CHUNK_BYTES]

@@ -1,0 +1,34 @@
+"""Make one layer of a store from a directory tree: metadata and data apart, hashed and on the disk.
+
+Every layer is made here, whatever it comes from: an unpacked image, a directory, a bootstrap, or the writable layer of
+a sandbox, whose whiteouts (character devices 0:0) and opaque directories (`trusted.overlay.opaque`) it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from opendsec.model.image import LayerRole
+from opendsec.store.erofs import make_erofs
+from opendsec.store.images import ImageStore, StagedLayer
+from opendsec.store.progress import OnProgress, quietly
+
+
+def make_layer(
+    store: ImageStore,
+    work: Path,
+    tree: Path,
+    *,
+    name: str = "layer",
+    role: LayerRole = LayerRole.BASE,
+    leave_out: Sequence[str] = (),
+    on_progress: OnProgress = quietly,
+) -> StagedLayer:
+    """The tree as a staged layer; its files begin with `name` and lie in `work`, a staging directory of the store.
+
+    `leave_out`: relative paths that are not packed. Raises DiskFullError, ImageInvalidError, HostCapabilityError.
+    """
+    meta, data = work / f"{name}.meta", work / f"{name}.data"
+    split = make_erofs(meta, tree, data=data, leave_out=leave_out, on_progress=on_progress)
+    return store.stage_layer(meta, data if split else None, role=role)

@@ -1,0 +1,53 @@
+"""The one interface behind which loaders are strangers to each other.
+
+A loader gives the kernel two files to mount a layer from: its metadata, complete and on this node, and its data, which
+may be anything that answers reads with the right bytes or with an error: never with zeros in their place.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from opendsec.model.image import Layer
+
+
+class LoaderKind(StrEnum):
+    """How data of layers is read."""
+
+    DIRECT = "direct"
+    FUSE = "fuse"
+    FANOTIFY = "fanotify"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerFiles:
+    """What one layer is mounted from."""
+
+    meta: Path
+    data: Path | None = None
+    """None for a layer of one file."""
+
+
+class Loader(ABC):
+    """One way of reading layers on this node. Threads may share it."""
+
+    kind: LoaderKind
+
+    @abstractmethod
+    def attach(self, layer: Layer) -> LayerFiles:
+        """The files of a layer, ready to be read; the metadata is there whole and was checked. Idempotent.
+
+        Raises ImageInvalidError (the store has not got it), DigestMismatchError (it has other bytes), DiskFullError,
+        HostCapabilityError, NodeError (the store cannot be reached; retryable).
+        """
+
+    @abstractmethod
+    def detach(self, layer: Layer) -> None:
+        """The layer is mounted no more: give back what `attach` took. Idempotent."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """This process needs it no more. What is mounted goes on being served."""

@@ -1,0 +1,82 @@
+"""Read layers straight from the store's files: the kernel asks the file system they lie on for just the blocks it
+needs. For stores on a disk of this node, and for shared file systems that are mounted on it.
+
+Metadata is copied to this node first, unless the store is on the same file system as the copies would be; so looking
+names up never waits for another machine. Data is believed: whoever shares a file system trusts it, and `image fsck`
+checks all of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import secrets
+import shutil
+from pathlib import Path
+
+from opendsec.errors import DigestMismatchError, ImageInvalidError
+from opendsec.model.image import Blob, Layer
+from opendsec.store.durable import disk_full_named
+from opendsec.store.images import ImageStore
+from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
+from opendsec.store.manifest import hex_of
+
+
+class DirectLoader(Loader):
+    """`copies` is a directory of this node for metadata; it may be emptied whenever nothing is mounted."""
+
+    kind = LoaderKind.DIRECT
+
+    def __init__(self, store: ImageStore, copies: Path) -> None:
+        self._store = store
+        self._copies = copies
+
+    def attach(self, layer: Layer) -> LayerFiles:
+        meta = local_metadata(self._store, layer.mounted, self._copies)
+        if layer.data is None:
+            return LayerFiles(meta=meta)
+        data = self._store.data_path(layer.data.digest)
+        if not data.is_file() or data.stat().st_size != layer.data.size_bytes:
+            raise ImageInvalidError(
+                f"the data of layer {layer.digest} is not whole in the store", detail={"layer": layer.digest}
+            )
+        return LayerFiles(meta=meta, data=data.resolve())
+
+    def detach(self, layer: Layer) -> None:
+        (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        """Nothing is held."""
+
+
+def local_metadata(store: ImageStore, blob: Blob, copies: Path) -> Path:
+    """Metadata as a file of this node: a checked copy, or the store's own file when that is on the same file system."""
+    source = store.blob_path(blob.digest)
+    if not source.is_file():
+        raise ImageInvalidError(f"layer {blob.digest} is not in the store", detail={"layer": blob.digest})
+    copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if source.stat().st_dev == copies.stat().st_dev:
+        return source.resolve()
+    target = copies / hex_of(blob.digest)
+    if not (target.is_file() and target.stat().st_size == blob.size_bytes):
+        _copy_checked(source, target, blob)
+    return target.resolve()
+
+
+def _copy_checked(source: Path, target: Path, blob: Blob) -> None:
+    """Whole or not at all. Not synced: after a crash of the machine nothing is mounted, and the size is looked at."""
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        with disk_full_named(target.parent), source.open("rb") as reader, partial.open("xb") as writer:
+            shutil.copyfileobj(reader, writer, 1 << 20)
+        with partial.open("rb") as copy:
+            found = f"sha256:{hashlib.file_digest(copy, 'sha256').hexdigest()}"
+        if found != blob.digest:
+            raise DigestMismatchError(
+                f"the store's file {source.name} does not have the digest it is named by",
+                detail={"digest": blob.digest},
+                remedy="opendsec image fsck",
+            )
+        partial.chmod(0o444)
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
