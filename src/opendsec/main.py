@@ -40,7 +40,7 @@ def app_for(words: Sequence[str]) -> typer.Typer:
 
 def whole_app() -> typer.Typer:
     """All commands: the client's and this machine's."""
-    from opendsec.host import doctor, images, up
+    from opendsec.host import doctor, image_commands, up
 
     whole = typer.Typer()
     whole.info = client_app.info
@@ -50,7 +50,7 @@ def whole_app() -> typer.Typer:
     whole.registered_commands = list(client_app.registered_commands)
     for name, command in (("up", up.up), ("down", up.down), ("status", up.status), ("doctor", doctor.doctor)):
         whole.command(name, rich_help_panel=_PANEL)(command)
-    whole.add_typer(images.app, name="image", rich_help_panel=_PANEL)
+    whole.add_typer(image_commands.app, name="image", rich_help_panel=_PANEL)
     return whole
 
 

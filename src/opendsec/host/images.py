@@ -3,42 +3,25 @@
 from __future__ import annotations
 
 import os
-import signal
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, SpinnerColumn, TaskID, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-from opendsec.cli.exits import TERMINATED
-from opendsec.cli.output import Json, note, print_error, print_json, print_line, print_table, size, when
-from opendsec.errors import HostCapabilityError, InvalidSpecError, NodeError, OpenDSecError
+from opendsec.cli.output import Json, print_json, print_line, print_table, size, when
+from opendsec.errors import InvalidSpecError
+from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
-from opendsec.store.images import ImageStore
 from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.source import parse_source
-from opendsec.store.progress import OnProgress
-from opendsec.store.progress import Progress as Step
 
-app = typer.Typer(help="Images of this machine: make, import, list, inspect, remove.", no_args_is_help=True)
-
-STATE_DIR = "/var/lib/opendsec"
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 Name = Annotated[str, typer.Argument(help="Name of the image.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Let the name mean the new image if it is taken.")]
-
-
-def open_store() -> ImageStore:
-    """The store below OPENDSEC_STATE_DIR."""
-    return ImageStore(Path(_environment().get("OPENDSEC_STATE_DIR", STATE_DIR)) / "store")
 
 
 @app.command("build-debian")
@@ -60,7 +43,7 @@ def build(
     packages = BASE_PACKAGES if include is None else _split(include)
     recipe = DebianRecipe(suite=suite, include=packages, mirror=mirror)
     proxies = {key: value for key, value in _environment().items() if key in _PROXIES}
-    with _errors(as_json), _shown(f"image {name}") as on_progress:
+    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
         image = build_debian(
             open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress
         )
@@ -78,7 +61,7 @@ def import_source(
     as_json: Json = False,
 ) -> None:
     """Import an image. --env, --workdir and --user are for directories and archives; an OCI image brings its own."""
-    with _errors(as_json), _shown(f"image {name}") as on_progress:
+    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
         request = ImportRequest(
             name=check_image_name(name, field="name"),
             source=parse_source(source),
@@ -92,7 +75,7 @@ def import_source(
 @app.command("ls")
 def list_images(as_json: Json = False) -> None:
     """List the images of this machine."""
-    with _errors(as_json):
+    with errors_shown(as_json):
         images = open_store().list()
     if as_json:
         print_json([to_json(image) for image in images])
@@ -107,7 +90,7 @@ def list_images(as_json: Json = False) -> None:
 @app.command("inspect")
 def inspect(name: Name, as_json: Json = False) -> None:
     """Show what is known about an image: digest, layers, and the defaults of commands."""
-    with _errors(as_json):
+    with errors_shown(as_json):
         image = open_store().get(name)
     if as_json:
         print_json(to_json(image))
@@ -126,7 +109,7 @@ def inspect(name: Name, as_json: Json = False) -> None:
 def remove(names: Annotated[list[str], typer.Argument(help="Names of images.")], as_json: Json = False) -> None:
     """Remove images, and layers no other image needs. Running sandboxes keep theirs until they end."""
     removed = []
-    with _errors(as_json):
+    with errors_shown(as_json):
         store = open_store()
         for name in names:
             removed.append(store.remove(name))
@@ -172,78 +155,3 @@ def _print_image(image: Image, *, as_json: bool) -> None:
         print_json(to_json(image))
     else:
         print_line(f"image {image.name}: {image.digest}, {size(image_size(image))}")
-
-
-@contextmanager
-def _errors(as_json: bool) -> Iterator[None]:
-    """Errors of ours are printed, and the status is 1: it failed. SIGTERM unwinds like Ctrl-C: programs we run end."""
-    signal.signal(signal.SIGTERM, _terminated)
-    try:
-        yield
-    except OpenDSecError as error:
-        print_error(error, as_json=as_json)
-        raise typer.Exit(1) from error
-    except OSError as error:
-        print_error(_of_host(error), as_json=as_json)
-        raise typer.Exit(1) from error
-
-
-def _terminated(_number: int, _frame: object) -> NoReturn:
-    raise SystemExit(TERMINATED)
-
-
-def _of_host(error: OSError) -> OpenDSecError:
-    """A failed system call of ours: this machine's fault, or the user's for not being root."""
-    words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
-    if isinstance(error, PermissionError) and os.geteuid() != 0:
-        return HostCapabilityError(words, detail={"probe": "root"}, remedy="images belong to root: use sudo")
-    return NodeError(words, retryable=False)
-
-
-@contextmanager
-def _shown(title: str) -> Iterator[OnProgress]:
-    """A progress line on the terminal (standard error); nothing but the phases when that is no terminal."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield _Phases(title).show
-        return
-    columns = (
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        TaskProgressColumn(),
-        TimeElapsedColumn(),
-        TextColumn("[dim]{task.fields[detail]}"),
-    )
-    with Progress(*columns, console=console, transient=True) as progress:
-        yield _Bar(progress, progress.add_task(escape(title), total=None, detail="")).show
-
-
-class _Phases:
-    """One line for each phase, for logs."""
-
-    def __init__(self, title: str) -> None:
-        self._title = title
-        self._phase = ""
-
-    def show(self, step: Step) -> None:
-        if step.phase != self._phase:
-            self._phase = step.phase
-            note(f"{self._title}: {step.phase}")
-
-
-class _Bar:
-    """One line that moves."""
-
-    def __init__(self, progress: Progress, task: TaskID) -> None:
-        self._progress = progress
-        self._task = task
-
-    def show(self, step: Step) -> None:
-        self._progress.update(
-            self._task,
-            description=escape(step.phase),
-            completed=step.done,
-            total=step.total,
-            detail=escape(step.detail[:60]),
-        )

@@ -1,0 +1,8 @@
+"""All commands of `opendsec image …`: importing a module of commands registers them with the group."""
+
+from __future__ import annotations
+
+from opendsec.host import images as _images  # noqa: F401
+from opendsec.host.image_group import app
+
+__all__ = ["app"]
