@@ -21,7 +21,7 @@ from opendsec.errors import DigestMismatchError
 CHUNK_BYTES = 65_536
 DIGEST_BYTES = 32
 _PIECE_BYTES = 256 * CHUNK_BYTES
-_WORKERS = min(4, os.cpu_count() or 1)
+_THREADS = min(4, os.cpu_count() or 1)
 
 
 def chunk_count(size_bytes: int) -> int:
@@ -34,7 +34,7 @@ def make_table(path: Path) -> bytes:
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size
-        with ThreadPoolExecutor(_WORKERS) as pool:
+        with ThreadPoolExecutor(_THREADS) as pool:
             return b"".join(pool.map(lambda offset: _digests(fd, offset), range(0, size, _PIECE_BYTES)))
     finally:
         os.close(fd)
