@@ -50,8 +50,18 @@ def whole_app() -> typer.Typer:
     whole.registered_commands = list(client_app.registered_commands)
     for name, command in (("up", up.up), ("down", up.down), ("status", up.status), ("doctor", doctor.doctor)):
         whole.command(name, rich_help_panel=_PANEL)(command)
-    whole.add_typer(image_commands.app, name="image", rich_help_panel=_PANEL)
+    for group in client_app.registered_groups:
+        assert group.typer_instance is not None
+        whole.add_typer(_merged(group.typer_instance, image_commands.app), name=group.name, rich_help_panel="Images")
     return whole
+
+
+def _merged(client: typer.Typer, host: typer.Typer) -> typer.Typer:
+    """One group with the commands of both."""
+    merged = typer.Typer()
+    merged.info = client.info
+    merged.registered_commands = [*client.registered_commands, *host.registered_commands]
+    return merged
 
 
 def _show_version(wanted: bool) -> None:

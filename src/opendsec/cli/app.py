@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from opendsec.cli import benching, copying, demonstrating, listing, running, shells
+from opendsec.cli import benching, copying, demonstrating, image_commands, listing, running, shells
 
 app = typer.Typer(
     help="OpenDSec: isolated sandboxes for LLM agents.",
@@ -26,3 +26,4 @@ app.command("logs", rich_help_panel="Sandboxes")(listing.logs)
 app.command("stop", rich_help_panel="Sandboxes")(listing.stop)
 app.command("demo", rich_help_panel="Try it")(demonstrating.demo)
 app.command("bench", rich_help_panel="Try it")(benching.bench)
+app.add_typer(image_commands.app, name="image", rich_help_panel="Images")

@@ -1,4 +1,8 @@
-"""What all commands of `opendsec image …` share: the group, the store, progress, and how errors end a command."""
+"""`opendsec image …`, this machine's half: commands that work on the store itself, whether or not a platform runs.
+
+What they share: the group, the store, progress, and how errors end a command. The client's half is
+`opendsec.cli.image_group`; `opendsec.main` puts both into one group.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +25,7 @@ from opendsec.store.images import ImageStore
 from opendsec.store.progress import OnProgress
 from opendsec.store.progress import Progress as Step
 
-app = typer.Typer(help="Images of this machine: make, import, list, inspect, remove.", no_args_is_help=True)
+app = typer.Typer(no_args_is_help=True)
 
 STATE_DIR = "/var/lib/opendsec"
 

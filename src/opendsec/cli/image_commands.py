@@ -1,0 +1,7 @@
+"""The client's commands of `opendsec image …`: importing a module of commands registers them with the group."""
+
+from __future__ import annotations
+
+from opendsec.cli.image_group import app
+
+__all__ = ["app"]
