@@ -141,12 +141,20 @@ def check_adoptable(present: MountEntry, blob: Path) -> None:
         )
 
 
-def mount_erofs(blob: Path, target: Path, *, data: Path | None = None) -> None:
-    """Mount an EROFS file at a directory, in one step: it is never there without its content."""
+def open_erofs(blob: Path, *, data: Path | None = None) -> int:
+    """An EROFS file mounted nowhere: a descriptor to read it by; it is gone when that is closed, or its process dies.
+
+    Raises as `LayerMounts.acquire` does.
+    """
     try:
-        tree = erofs(blob, devices=() if data is None else (data,))
+        return erofs(blob, devices=() if data is None else (data,))
     except OSError as error:
         raise _mount_failed(error, blob) from error
+
+
+def mount_erofs(blob: Path, target: Path, *, data: Path | None = None) -> None:
+    """Mount an EROFS file at a directory, in one step: it is never there without its content."""
+    tree = open_erofs(blob, data=data)
     try:
         attach(tree, target)
     finally:

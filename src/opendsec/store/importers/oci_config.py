@@ -35,6 +35,11 @@ _DIGEST = re.compile(r"(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})\Z")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64", "ppc64le": "ppc64le", "s390x": "s390x"}
 
 
+def oci_architecture(machine: str) -> str:
+    """What OCI calls the processor uname(2) calls `machine`."""
+    return _ARCHITECTURES.get(machine, machine)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Descriptor:
     """A reference to a blob: what it is, its digest, and its size in bytes."""
@@ -80,7 +85,7 @@ def choose(entries: Sequence[Descriptor], *, ref: str, machine: str, where: str)
     usable = [entry for entry in entries if entry.media_type in INDEX_TYPES | MANIFEST_TYPES]
     if ref:
         usable = [entry for entry in usable if ref in (entry.annotations.get(REF_NAME), entry.digest)]
-    architecture = _ARCHITECTURES.get(machine, machine)
+    architecture = oci_architecture(machine)
     fitting = [entry for entry in usable if _fits(entry.platform, architecture)]
     best = [entry for entry in fitting if entry.platform] or fitting
     if len(best) > 1 and len({entry.digest for entry in best}) == 1:
@@ -112,7 +117,7 @@ def _describe(entry: Descriptor) -> str:
 
 def check_platform(fields: Mapping[str, Any], *, machine: str) -> None:
     """Refuse the image of another operating system or processor: it would fail later and less clearly."""
-    architecture = _ARCHITECTURES.get(machine, machine)
+    architecture = oci_architecture(machine)
     found = (fields.get("os") or "linux", fields.get("architecture") or architecture)
     if found != ("linux", architecture):
         raise ImageInvalidError(f"the image is for {found[0]}/{found[1]}, this machine is linux/{architecture}")
