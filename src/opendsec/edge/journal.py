@@ -30,7 +30,7 @@ from opendsec.edge.writer import WriterThread
 from opendsec.errors import DiskFullError, NodeError
 from opendsec.model.command import CommandResult, ExecRequest
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import ImageConfig, Layer
+from opendsec.model.image import ImageConfig, ImagePart, Layer
 from opendsec.model.node import SandboxEnd
 from opendsec.model.spec import Lifetime, SandboxSpec
 from opendsec.wire import codec
@@ -52,6 +52,8 @@ class Created(msgspec.Struct, frozen=True, tag="created", kw_only=True):
     image_config: ImageConfig
     image_layers: tuple[Layer, ...] = ()
     """What it was started from, lowest first."""
+    image_parts: tuple[ImagePart, ...] = ()
+    """The images those layers came from, lowest first."""
     slot: int
     created_at: float
     """Unix time."""

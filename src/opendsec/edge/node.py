@@ -295,6 +295,7 @@ class Node:
             image_digest=image.digest,
             image_config=image.config,
             image_layers=image.layers,
+            image_parts=image.parts,
             slot=self._slots.take(),
             created_at=time.time(),
             created_mono_s=time.monotonic(),

@@ -92,6 +92,7 @@ class Sandbox:
         self.places = places
         self.image_digest = created.image_digest
         self.image_layers = created.image_layers
+        self.image_parts = created.image_parts
         self.created_at = created.created_at
         self.ready_at: float | None = None
         self.ended_at: float | None = None
@@ -147,6 +148,7 @@ class Sandbox:
             state=self.life.state,
             spec=self.spec,
             image_digest=self.image_digest,
+            image_parts=self.image_parts,
             created_at=self.created_at,
             ready_at=self.ready_at,
             ended_at=self.ended_at,

@@ -61,6 +61,34 @@ class ImageConfig:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+class PartKind(StrEnum):
+    """How an image came into a composition."""
+
+    BASE = "base"
+    """Another image's layers lie on it."""
+    IMAGE = "image"
+    """The one that was named as the image."""
+    WORKSPACE = "workspace"
+    TOOLKIT = "toolkit"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ImagePart:
+    """One image of a composition, with the exact content its name meant then."""
+
+    kind: PartKind
+    name: str
+    digest: str
+    """Of its manifest: `name@digest` means this content for ever."""
+    layers: tuple[str, ...] = ()
+    """Digests of its own layers, lowest first."""
+
+    @property
+    def pinned(self) -> str:
+        """A reference that will always mean this very content."""
+        return f"{self.name}@{self.digest}"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Image:
     """A named, immutable file tree."""
@@ -79,3 +107,5 @@ class Image:
     """Reference to the image its layers lie on. A name means whatever it means at a start; `name@sha256:…` is fixed."""
     toolkits: tuple[str, ...] = ()
     """References to the toolkits a sandbox gets when it asks for no others, lowest first."""
+    parts: tuple[ImagePart, ...] = ()
+    """Of a composition only: the images it was made of, lowest first."""

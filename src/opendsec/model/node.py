@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from opendsec.model.ids import SandboxId
+from opendsec.model.image import ImagePart
 from opendsec.model.spec import SandboxSpec
 
 
@@ -58,6 +59,10 @@ class SandboxStatus:
     state: SandboxState
     spec: SandboxSpec
     image_digest: str = ""
+    """Of the composition: follows from its layers and config."""
+    image_parts: tuple[ImagePart, ...] = ()
+    """The images it was started from, lowest first, each with the exact content its name meant at the create; the
+    `pinned` reference of each starts the same again."""
     created_at: float
     """Unix time, seconds."""
     ready_at: float | None = None

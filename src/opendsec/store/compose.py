@@ -12,8 +12,8 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from opendsec.errors import ImageInvalidError, InvalidSpecError
-from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
+from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecError
+from opendsec.model.image import Image, ImageConfig, ImagePart, Layer, LayerRole, PartKind
 from opendsec.store.manifest import Manifest, digest_of, encode_manifest
 
 MAX_DEPTH = 16
@@ -38,55 +38,91 @@ def pinned(image: Image) -> str:
 
 
 def compose(look_up: Lookup, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
-    """The image with every layer in its place, and no reference left. `toolkits`: None is what the image asks for.
+    """The image with every layer in its place, no reference left, and `parts` that say where each layer came from.
 
-    An image without references, asked for without more, is itself. Raises ImageNotFoundError, ImageInvalidError, and
-    InvalidSpecError when `workspace` or `toolkits` names an image of another role.
+    `toolkits`: None is what the image asks for. An image without references, asked for without more, keeps its digest;
+    any other composition has one of its own, which follows from its layers and config alone. Raises ImageNotFoundError,
+    ImageInvalidError, and InvalidSpecError when an image is of the wrong role; `detail["field"]` names which of them.
     """
     whole = _with_base(look_up, image)
     chosen = whole.toolkits if toolkits is None else tuple(toolkits)
-    if not (whole.base or workspace or chosen):
-        return replace(whole, toolkits=())
-    parts = [
-        *([_part(look_up, workspace, LayerRole.WORKSPACE)] if workspace else []),
-        *(_part(look_up, one, LayerRole.TOOLKIT) for one in chosen),
+    _check_bottom(whole, image)
+    above = [
+        *([_part(look_up, workspace, PartKind.WORKSPACE)] if workspace else []),
+        *(_part(look_up, one, PartKind.TOOLKIT, asked_by="" if toolkits is not None else image) for one in chosen),
     ]
-    layers = _stacked((*whole.layers, *(layer for part in parts for layer in part.layers)))
+    parts = (*whole.parts, *(_as_part(one, PartKind(one.layers[0].role.value)) for one in above))
+    if not (whole.base or workspace or whole.toolkits or chosen):
+        return replace(whole, parts=parts)
+    layers = _stacked((*whole.layers, *(layer for one in above for layer in one.layers)))
     if len(layers) > MAX_LAYERS:
         raise ImageInvalidError(f"image {image!r} has {len(layers)} layers in all, at most {MAX_LAYERS} can be stacked")
     config = whole.config
-    for part in parts:
-        config = replace(config, env={**config.env, **part.config.env})
+    for one in above:
+        config = replace(config, env={**config.env, **one.config.env})
     digest = digest_of(encode_manifest(Manifest(layers=layers, config=config)))
-    return replace(whole, digest=digest, layers=layers, config=config, base="", toolkits=())
+    return replace(whole, digest=digest, layers=layers, config=config, base="", toolkits=(), parts=parts)
 
 
 def _with_base(look_up: Lookup, reference: str) -> Image:
     """An image on its base, and that on its own. The base is left named, to say that it is not the image alone."""
-    image = look_up(reference)
+    image = _found(look_up, reference, "image")
     layers, config, base, seen = image.layers, image.config, image.base, [image.digest]
+    parts = [_as_part(image, PartKind.IMAGE)]
     while base:
-        below = look_up(base)
+        below = _found(look_up, base, "image", asked_by=reference)
         if below.digest in seen or len(seen) > MAX_DEPTH:
             raise ImageInvalidError(
                 f"image {reference!r}: its bases go round in a circle or are too many", detail={"image": base}
             )
         seen.append(below.digest)
+        parts.insert(0, _as_part(below, PartKind.BASE))
         layers, config, base = (*below.layers, *layers), _over(below.config, config), below.base
-    return replace(image, layers=layers, config=config)
+    return replace(image, layers=layers, config=config, parts=tuple(parts))
 
 
-def _part(look_up: Lookup, reference: str, role: LayerRole) -> Image:
-    part = look_up(reference)
-    if not part.layers or any(layer.role is not role for layer in part.layers):
-        roles = ", ".join(sorted({layer.role.value for layer in part.layers})) or "none"
-        field = "workspace" if role is LayerRole.WORKSPACE else "toolkits"
+def _check_bottom(whole: Image, reference: str) -> None:
+    """A toolkit or workspace is no system to start in."""
+    if whole.layers and whole.layers[0].role is not LayerRole.BASE:
+        role = whole.layers[0].role.value
         raise InvalidSpecError(
-            f"{field}: the layers of image {reference!r} have the role {roles}, not {role.value}",
+            f"image: image {reference!r} is a {role}, with no base below it",
+            detail={"field": "image", "image": reference},
+            remedy=f"start a base image and name this one as its {role}",
+        )
+
+
+def _part(look_up: Lookup, reference: str, kind: PartKind, *, asked_by: str = "") -> Image:
+    field = "workspace" if kind is PartKind.WORKSPACE else "toolkits"
+    part = _found(look_up, reference, field, asked_by=asked_by)
+    if not part.layers or any(layer.role.value != kind.value for layer in part.layers):
+        roles = ", ".join(sorted({layer.role.value for layer in part.layers})) or "none"
+        raise InvalidSpecError(
+            f"{field}: the layers of image {reference!r} have the role {roles}, not {kind.value}",
             detail={"field": field, "image": reference},
-            remedy=f"import or pack it with the role {role.value}",
+            remedy=f"import or pack it with the role {kind.value}",
         )
     return part
+
+
+def _found(look_up: Lookup, reference: str, field: str, *, asked_by: str = "") -> Image:
+    """The image of a reference; errors name the field it was asked for in, or the image that refers to it."""
+    try:
+        return look_up(reference)
+    except ImageNotFoundError as error:
+        if not asked_by:
+            error.detail["field"] = field
+            raise
+        raise ImageNotFoundError(
+            f"image {asked_by!r} needs {reference!r}, and there is no such image in the store",
+            detail={"field": field, "image": reference, "asked_by": asked_by},
+            remedy=f"make or import {reference!r} again, or compose {asked_by!r} anew",
+        ) from error
+
+
+def _as_part(image: Image, kind: PartKind) -> ImagePart:
+    name = split_reference(image.name)[0]
+    return ImagePart(kind=kind, name=name, digest=image.digest, layers=tuple(layer.digest for layer in image.layers))
 
 
 def _over(below: ImageConfig, above: ImageConfig) -> ImageConfig:
