@@ -5,13 +5,16 @@
     <root>/tables/sha256/<hex>            those tables
     <root>/manifests/sha256/<hex>.json    canonical manifests; their digest is the image's
     <root>/tags/<quoted name>             which manifest a name means now, since when, and where it came from
-    <root>/staging/<token>/               work in progress of live processes
+    <root>/claims/<hex>                   manifests published lately: what they need is not garbage (`gc`)
+    <root>/removed/<hex>                  when a manifest last lost a name
+    <root>/nodes/<node>/                  leases: what a node has mounted (`leases`)
+    <root>/staging/<token>/               work in progress of live processes, with `<token>.lock` beside it
     <root>/lock                           held for milliseconds while names change
 
-Any number of processes may use one store at once. Readers take no lock. Publishing links finished, synced files to
-their final names and sets the tag last, under the lock; so a crash or a full disk at any point shows either the whole
-image or nothing. Under that lock whatever no tag refers to is garbage, which is how `remove` collects it. A removed
-layer that is still mounted stays readable until its last user is gone, as any unlinked file does.
+Any number of processes on any number of nodes may use one store at once. Readers take no lock. Publishing first claims
+what it needs, then links finished, synced files to their final names and sets the tag last, under the lock; so a crash
+or a full disk at any point shows either the whole image or nothing. Removing forgets a name and nothing else: content
+goes when `gc` has found that nobody needs it.
 
 It does not know how layers are made (`erofs`, `importers`, `debian`) nor how they are mounted (`mounts`).
 """
@@ -115,6 +118,10 @@ class ImageStore:
     def list(self) -> list[Image]:
         """All images, by name."""
         return list(self._images())
+
+    def names(self) -> list[str]:
+        """Names of all images, sorted: one directory is read, and no image. May hold one that was removed just now."""
+        return sorted(name_of_tag_file(path.name) for path in self._tags.iterdir())
 
     def remove(self, name: str) -> Image:
         """Forget a name and delete what no other name needs; what was removed. ImageNotFoundError."""
@@ -237,7 +244,7 @@ class ImageStore:
         return self._manifests / f"{hex_of(digest)}.json"
 
     def _images(self) -> Iterator[Image]:
-        for name in sorted(name_of_tag_file(path.name) for path in self._tags.iterdir()):
+        for name in self.names():
             image = self._present(name)
             if image is not None:
                 yield image
