@@ -59,6 +59,10 @@ _NR_FSCONFIG = 431
 _NR_FSMOUNT = 432
 _NR_MOUNT_SETATTR = 442
 
+FALLOC_FL_KEEP_SIZE = 0x1
+FALLOC_FL_PUNCH_HOLE = 0x2
+"""linux/falloc.h"""
+
 M_TRIM_THRESHOLD = -1
 M_MMAP_THRESHOLD = -3
 """malloc.h"""
@@ -84,6 +88,8 @@ _libc.setns.argtypes = (ctypes.c_int, ctypes.c_int)
 _libc.setns.restype = ctypes.c_int
 _libc.unshare.argtypes = (ctypes.c_int,)
 _libc.unshare.restype = ctypes.c_int
+_libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_libc.fallocate.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
 
 
@@ -221,6 +227,11 @@ def mount_setattr(
         ctypes.c_size_t(ctypes.sizeof(attr)),
     )
     _check(result, "mount_setattr", path)
+
+
+def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
+    """fallocate(2)."""
+    _check(_libc.fallocate(fd, mode, offset, length), "fallocate")
 
 
 def mallopt(parameter: int, value: int) -> bool:
