@@ -64,6 +64,9 @@ _DPKG_OPTIONS = (
     "path-exclude=/usr/share/locale/*/LC_MESSAGES/*.mo",
 )
 
+_MAN_PAGES_PLACE = 'mkdir -p "$1/usr/share/man/man1"'
+"""Packages with alternatives (Java) link man pages into it, whether or not there are any, and fail without it."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DebianRecipe:
@@ -103,6 +106,7 @@ def build_arguments(recipe: DebianRecipe, sources: Sequence[str], keys: Path, tr
         "--format=directory",
         "--verbose",
         "--skip=cleanup/apt/lists",
+        f"--setup-hook={_MAN_PAGES_PLACE}",
         f"--keyring={keys}",
         *options,
         *include,

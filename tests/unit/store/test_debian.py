@@ -34,7 +34,7 @@ def test_arguments(tmp_path: Path) -> None:
     arguments = build_arguments(
         DebianRecipe(include=("git", "gcc", "git")), ["deb http://m/ bookworm main"], Path("/k"), tmp_path
     )
-    assert {"--include=gcc,git", "--keyring=/k"} < set(arguments)
+    assert {"--include=gcc,git", "--keyring=/k", '--setup-hook=mkdir -p "$1/usr/share/man/man1"'} < set(arguments)
     assert arguments[-3:] == ["bookworm", str(tmp_path), "deb http://m/ bookworm main"]
     bare = build_arguments(DebianRecipe(include=()), [], Path("/k"), tmp_path)
     assert not [argument for argument in bare if argument.startswith("--include")]
