@@ -29,7 +29,7 @@ def tree_of(root: Path, *, times: bool = True) -> dict[str, tuple[object, ...]]:
             _attributes(path),
         )
     for names in links.values():
-        for name in names:
+        for name in names if len(names) > 1 else ():  # A count may include names of a layer below.
             found[name] += (tuple(sorted(names)),)
     return found
 
