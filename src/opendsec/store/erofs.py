@@ -34,6 +34,10 @@ OLDEST = (1, 5)
 EXTENT_BYTES = 1 << 20
 """mkfs.erofs lays files out in extents of at most so much: larger ones save nothing, smaller ones cost metadata."""
 
+ORIGIN = "trusted.overlay.origin"
+"""A directory that lies in one layer only shows the names of its whiteouts, though they cannot be opened, unless it has
+this attribute (ovl_get_inode in fs/overlayfs/inode.c); an empty one says that it came from nowhere in particular."""
+
 _NAME_BYTES = 254
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
@@ -67,6 +71,8 @@ class TreeFacts:
     size_bytes: int
     """Of the regular files, hard links counted once."""
     newest_mtime_s: int
+    with_whiteouts: tuple[str, ...] = ()
+    """Directories that hold one, a character device 0:0, and are not known to the kernel for it; see `ORIGIN`."""
 
 
 def tree_facts(tree: Path) -> TreeFacts:
@@ -74,6 +80,7 @@ def tree_facts(tree: Path) -> TreeFacts:
     total = 0
     newest = max(0, int(os.lstat(tree).st_mtime))
     seen: set[tuple[int, int]] = set()
+    with_whiteouts: set[str] = set()
     for directory, subdirectories, names in os.walk(tree):
         for name in (*names, *subdirectories):
             if len(os.fsencode(name)) > _NAME_BYTES:
@@ -83,12 +90,15 @@ def tree_facts(tree: Path) -> TreeFacts:
                 )
             status = os.lstat(Path(directory, name))
             newest = max(newest, int(status.st_mtime))
+            if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+                with_whiteouts.add(directory)
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
                 continue
             if status.st_nlink > 1:
                 seen.add((status.st_dev, status.st_ino))
             total += status.st_size
-    return TreeFacts(size_bytes=total, newest_mtime_s=newest)
+    unknown = sorted(path for path in with_whiteouts if ORIGIN not in os.listxattr(path))
+    return TreeFacts(size_bytes=total, newest_mtime_s=newest, with_whiteouts=tuple(unknown))
 
 
 def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
@@ -113,7 +123,9 @@ def make_erofs(
     below them. Raises DiskFullError, or ImageInvalidError with mkfs.erofs' words.
     """
     mkfs_version()
-    facts = tree_facts(tree)
+    facts = facts or tree_facts(tree)
+    for directory in facts.with_whiteouts:
+        os.setxattr(directory, ORIGIN, b"")
     split = data is not None and facts.size_bytes > 0
     arguments = [
         find_program("mkfs.erofs"),
