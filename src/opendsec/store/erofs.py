@@ -114,6 +114,7 @@ def make_erofs(
     tree: Path,
     *,
     data: Path | None = None,
+    facts: TreeFacts | None = None,
     leave_out: Sequence[str] = (),
     on_progress: OnProgress = quietly,
 ) -> bool:
