@@ -3,6 +3,7 @@ server.
 
     OPENDSEC_EDGE              name of this edge, 1 to 32 of a-z and 0-9 (local)
     OPENDSEC_STATE_DIR         state, on ext4, xfs or btrfs (/var/lib/opendsec)
+    OPENDSEC_STORE             images: a directory, also one that several nodes share (<state>/store)
     OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
@@ -40,8 +41,9 @@ from opendsec.model.spec import BackendKind
 from opendsec.server import logs
 from opendsec.server.auth import Verify, constant_token
 from opendsec.server.runner import Address, listen, parse_address, run, serve
-from opendsec.store.images import ImageStore
+from opendsec.store.leases import Leases
 from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.location import open_location
 from opendsec.store.mounts import LayerMounts
 
 RESERVED_DESCRIPTORS = 160
@@ -55,6 +57,8 @@ class EdgeSettings:
     """What the environment says."""
 
     state_dir: Path
+    store: str
+    """As `opendsec.store.location` understands it."""
     run_dir: Path
     listen: Address
     token: str
@@ -77,6 +81,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
         raise _bad("OPENDSEC_EDGE_TOKEN", "an edge on host:port needs a token of 16 characters or more")
     return EdgeSettings(
         state_dir=state,
+        store=environment.get("OPENDSEC_STORE", ""),
         run_dir=run_dir,
         listen=address,
         token=token,
@@ -124,11 +129,13 @@ def _backends(text: str) -> tuple[BackendKind, ...]:
 
 async def main(settings: EdgeSettings) -> None:
     """Serve until SIGTERM."""
-    store = ImageStore(settings.state_dir / "store")
+    store = open_location(settings.store, settings.state_dir)
     only_dummy = settings.backends == (BackendKind.DUMMY,)
     images: ImageSource = AnyImage() if only_dummy else store
     loader = DirectLoader(store, settings.state_dir / "cache" / "metadata")
-    with LayerMounts(loader, settings.run_dir / "layers") as layers:
+    mount_root = settings.run_dir / "layers"
+    leases = Leases(store.layout, mount_root)
+    with LayerMounts(loader, mount_root, leases=leases) as layers, leases.beating():
         backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
         async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
             await serve(edge_app(node, version=_version(), verify=_verify(settings)), listen(settings.listen))

@@ -22,6 +22,7 @@ from opendsec.cli.exits import TERMINATED
 from opendsec.cli.output import note, print_error
 from opendsec.errors import HostCapabilityError, NodeError, OpenDSecError
 from opendsec.store.images import ImageStore
+from opendsec.store.location import open_location
 from opendsec.store.progress import OnProgress
 from opendsec.store.progress import Progress as Step
 
@@ -31,8 +32,9 @@ STATE_DIR = "/var/lib/opendsec"
 
 
 def open_store() -> ImageStore:
-    """The store below OPENDSEC_STATE_DIR."""
-    return ImageStore(Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR)) / "store")
+    """The store OPENDSEC_STORE names, or that below OPENDSEC_STATE_DIR. InvalidSpecError."""
+    state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
+    return open_location(os.environ.get("OPENDSEC_STORE", ""), state_dir)
 
 
 @contextmanager

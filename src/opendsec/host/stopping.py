@@ -22,6 +22,9 @@ from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
 from opendsec.linux.mount import mountinfo, unmount
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
+from opendsec.store.layout import Layout
+from opendsec.store.leases import Leases
+from opendsec.store.location import store_directory
 from opendsec.store.mounts import unmount_layers
 from opendsec.wire import codec
 from opendsec.wire.contracts import SandboxPage
@@ -148,6 +151,9 @@ def _unmount_layers(local: Local) -> int:
     if not root.is_dir():
         return 0
     count = unmount_layers(root)
+    with contextlib.suppress(OSError):  # the store cannot be reached: the lease ends by itself
+        store = store_directory(local.settings.get("OPENDSEC_STORE", ""), local.state_dir)
+        Leases(Layout(store), root).drop_all()
     for left in root.iterdir():
         left.unlink()  # its lock file
     root.rmdir()

@@ -153,8 +153,8 @@ def build_debian(
     present = already_built(store, name, recipe)
     if present is not None and not rebuild:
         return present
-    with store.staging() as work:
-        tree = work / "tree"
+    with store.scratch() as scratch, store.staging() as work:
+        tree = scratch / "tree"
         _bootstrap(tree, recipe, proxies or {}, on_progress)
         on_progress(Progress(phase="cleaning the tree"))
         clean_tree(tree, recipe.suite)

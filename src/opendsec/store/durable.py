@@ -2,8 +2,8 @@
 
 A name appears by link(2) or rename(2) of a file whose bytes are already on the disk, then the directory is synced; so
 a crash at any point leaves the old state or the new one. It refuses to overwrite content-addressed files: the first
-publisher wins, because the second has the same bytes. Removal never crosses into another file system, so a forgotten
-mount is not emptied.
+publisher wins, because the second has the same bytes. File systems without hard links get names by rename(2) instead.
+Removal never crosses into another file system, so a forgotten mount is not emptied.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 from opendsec.errors import DiskFullError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+"""How file systems say that they have no hard links, or no more for this file."""
 
 
 @contextmanager
@@ -36,7 +38,7 @@ def disk_full(place: Path) -> DiskFullError:
     return DiskFullError(
         f"no space left on the disk of {place}",
         detail={"path": str(place)},
-        remedy="remove images with `opendsec image rm`, or give the state directory more room",
+        remedy="remove images with `opendsec image rm` and then `opendsec image gc`, or give it more room",
     )
 
 
@@ -69,12 +71,22 @@ def write_synced(path: Path, content: bytes, *, mode: int = 0o444) -> None:
 
 
 def link_into(source: Path, target: Path) -> bool:
-    """Give a synced file its content-addressed name. False when another publisher was first (same name, same bytes)."""
+    """Give a synced file its content-addressed name. False when another publisher was first (same name, same bytes).
+
+    The name is on the disk once the caller has synced the directory: also one that was there, for whoever made it may
+    have died before it did so. Without hard links `source` is moved. Two publishers of the same new bytes may then both
+    move theirs: readers of the first see the same bytes to the end.
+    """
     try:
         os.link(source, target, follow_symlinks=False)
     except FileExistsError:
         return False
-    sync_directory(target.parent)
+    except OSError as error:
+        if error.errno not in _NO_LINKS:
+            raise
+        if target.exists():
+            return False
+        source.rename(target)
     return True
 
 

@@ -24,6 +24,7 @@ from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
 from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
 from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
 from opendsec.model.image import Image, Layer
+from opendsec.store.leases import Leases
 from opendsec.store.loading.base import Loader
 from opendsec.store.manifest import hex_of
 from opendsec.store.staging import locked
@@ -36,14 +37,19 @@ class LayerMounts:
     """The mounted layers of one node, as descriptors.
 
     A context manager: leaving it (or `close`) gives back the descriptors, not the mounts. Threads may share it.
+    `leases`: where the store is told what is mounted, so that nobody collects it on another node.
     """
 
-    def __init__(self, loader: Loader, mount_root: Path) -> None:
+    def __init__(self, loader: Loader, mount_root: Path, *, leases: Leases | None = None) -> None:
         self._loader = loader
         self._root = mount_root
+        self._leases = leases
         self._fds: dict[str, int] = {}
 
     def __enter__(self) -> Self:
+        if self._leases is not None:
+            with _locked(self._root) as root:
+                self._leases.keep_only(f"sha256:{Path(entry.target).name}" for entry in _layers_below(root))
         return self
 
     def __exit__(
@@ -76,7 +82,7 @@ class LayerMounts:
     def unmount_all(self) -> int:
         """Unmount every layer below the mount root; how many there were. Sandboxes that still run keep theirs."""
         self.close()
-        return unmount_layers(self._root)
+        return unmount_layers(self._root, leases=self._leases)
 
     def _layer(self, layer: Layer) -> int:
         digest = layer.digest
@@ -92,6 +98,8 @@ class LayerMounts:
         return fd
 
     def _mount_once(self, layer: Layer, target: Path) -> None:
+        if self._leases is not None:
+            self._leases.take(layer)  # before the loader looks for it
         files = self._loader.attach(layer)
         present = mounted_at(target)
         if present is not None:
@@ -101,18 +109,26 @@ class LayerMounts:
         mount_erofs(files.meta, target, data=files.data)
 
 
-def unmount_layers(mount_root: Path) -> int:
-    """Unmount every layer below a mount root; how many there were. Needs no store, and no loader that still runs."""
+def unmount_layers(mount_root: Path, *, leases: Leases | None = None) -> int:
+    """Unmount every layer below a mount root; how many there were. Needs no loader that still runs, and no store
+    either, whose lease then ends by itself.
+    """
     if not mount_root.is_dir():
         return 0
     with _locked(mount_root) as root:
-        mounted = [entry for entry in mountinfo() if Path(entry.target).parent == root]
+        mounted = _layers_below(root)
         for entry in reversed(mounted):
             umount2(entry.target, MNT_DETACH | UMOUNT_NOFOLLOW)
         for directory in root.iterdir():
             if directory.is_dir():
                 directory.rmdir()
+        if leases is not None:
+            leases.drop_all()
     return len(mounted)
+
+
+def _layers_below(root: Path) -> list[MountEntry]:
+    return [entry for entry in mountinfo() if Path(entry.target).parent == root]
 
 
 @contextmanager

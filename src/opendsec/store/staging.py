@@ -1,67 +1,161 @@
 """A private directory inside the store in which an image is put together, gone afterwards whatever happens.
 
 It lies on the store's own file system, because only there can a finished file be given its final name in one step.
-Its owner holds flock(2) on the directory itself, which the kernel drops when the owner dies; so leftovers are
-recognised without process ids or ages: a directory whose lock can be taken belongs to nobody.
+Beside each `<token>/` lies `<token>.lock`: its owner holds flock(2) on it, writes there which kernel it runs on, and
+touches it every minute. So leftovers are recognised without process ids:
+
+* on the owner's own kernel by the lock alone, which that kernel drops when the owner dies;
+* on any other node by the lock and by silence: file systems exist whose locks end at the node, and there a lock
+  that can be taken proves nothing.
+
+Only files opened for writing are locked: network file systems lock neither directories nor files opened to read.
 """
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import secrets
+import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from opendsec.errors import HostCapabilityError
 from opendsec.store.durable import disk_full_named, remove_tree
+
+BEAT_S = 60.0
+SILENT_S = 3600.0
+"""After so long without a touch another node's work counts as abandoned: sixty beats, so no stalled server ends any."""
+
+_NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL})
+_SUFFIX = ".lock"
 
 
 @contextmanager
-def locked(lock_file: Path) -> Iterator[None]:
-    """Hold the exclusive flock(2) of a file; waits for other holders, which hold it for milliseconds."""
+def locked(lock_file: Path, *, wait: bool = True) -> Iterator[None]:
+    """Hold the exclusive flock(2) of a file; BlockingIOError when another has it and `wait` is False.
+
+    Raises HostCapabilityError when the file system knows no locks.
+    """
     fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        _flock(fd, lock_file, wait=wait)
         yield
     finally:
         os.close(fd)
+
+
+def kernel_id() -> str:
+    """Names this kernel since it was booted: locks are certain among processes of one kernel only."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+
+
+def file_system_time(file: Path) -> float:
+    """Now by the clock that times of this file system's files come from; touches the file, which is made if need be."""
+    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        os.utime(fd)
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+
+
+@contextmanager
+def beating(file: Path, *, every_s: float = BEAT_S) -> Iterator[None]:
+    """Touch a file now and then while the body runs. A touch that fails is left out: silence is what it means."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(every_s):
+            with suppress(OSError):
+                os.utime(file)
+
+    thread = threading.Thread(target=beat, name=f"beat {file.name}", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 @contextmanager
 def staged(parent: Path, lock_file: Path) -> Iterator[Path]:
     """A fresh directory (mode 0700) below `parent`, removed on leaving. ENOSPC in the body becomes DiskFullError."""
     path = parent / secrets.token_hex(8)
+    own_lock = path.with_name(f"{path.name}{_SUFFIX}")
     with disk_full_named(parent), locked(lock_file):
-        path.mkdir(mode=0o700)
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        fcntl.flock(fd, fcntl.LOCK_EX)
+        fd = os.open(own_lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        try:
+            _flock(fd, own_lock, wait=True)
+            os.write(fd, kernel_id().encode("ascii"))
+            path.mkdir(mode=0o700)
+        except BaseException:
+            own_lock.unlink(missing_ok=True)
+            os.close(fd)
+            raise
     try:
-        with disk_full_named(parent):
+        with beating(own_lock), disk_full_named(parent):
             yield path
     finally:
         try:
             remove_tree(path)
+            own_lock.unlink(missing_ok=True)
         finally:
             os.close(fd)
 
 
 def reap_staging(parent: Path, lock_file: Path) -> int:
-    """Remove the directories whose owner is dead; how many there were. A live owner's directory is never touched."""
+    """Remove what dead owners left; how many they were. What a live owner has is never touched."""
+    tokens = {path.name.removesuffix(_SUFFIX) for path in parent.iterdir() if not path.name.startswith(".")}
+    if not tokens:
+        return 0
     with locked(lock_file):
-        return sum(_reap(path) for path in sorted(parent.iterdir()))
+        now = file_system_time(lock_file)
+        return sum(_reap(parent / token, now) for token in sorted(tokens))
 
 
-def _reap(path: Path) -> bool:
+def _reap(path: Path, now: float) -> bool:
+    own_lock = path.with_name(f"{path.name}{_SUFFIX}")
     try:
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(own_lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return False
+        return _reap_without_lock(path, now)
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _flock(fd, own_lock, wait=False)
+        ours = os.pread(fd, 64, 0) == kernel_id().encode("ascii")
+        if not ours and now - os.fstat(fd).st_mtime < SILENT_S:
+            return False
         remove_tree(path)
+        own_lock.unlink(missing_ok=True)
     except BlockingIOError:
         return False
     finally:
         os.close(fd)
     return True
+
+
+def _reap_without_lock(path: Path, now: float) -> bool:
+    """Its owner has just finished, or what made it was an older version of this module."""
+    try:
+        if now - path.lstat().st_mtime < SILENT_S:
+            return False
+    except FileNotFoundError:
+        return False
+    remove_tree(path)
+    return True
+
+
+def _flock(fd: int, file: Path, *, wait: bool) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        raise HostCapabilityError(
+            f"the file system of {file} knows no file locks ({error.strerror})",
+            detail={"probe": "flock", "path": str(file)},
+            remedy="mount it with locks (NFS: without `nolock`), or put the store elsewhere",
+        ) from error

@@ -17,6 +17,7 @@ from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
 from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, mount, umount2
 from opendsec.linux.mount import mountinfo
 from opendsec.model.image import Image, ImageConfig
+from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts, mounted_at
@@ -89,6 +90,7 @@ def test_mounts_outlive_the_object_and_are_adopted(store: ImageStore, mounts: La
 def test_a_removed_image_stays_readable_while_mounted(store: ImageStore, mounts: LayerMounts) -> None:
     [fd] = mounts.acquire(make_busybox_image(store, files={"/kept": b"kept"}))
     store.remove("busybox")
+    assert collect(store, grace_s=0).files  # the fixture tells nobody what it has mounted
     with open(os.open("kept", os.O_RDONLY, dir_fd=fd), "rb") as file:
         assert file.read() == b"kept"
 
@@ -144,6 +146,7 @@ def test_something_else_in_the_place_is_refused(store: ImageStore, mounts: Layer
 def test_a_layer_that_is_gone_is_named(store: ImageStore, mounts: LayerMounts) -> None:
     image = make_busybox_image(store)
     store.remove("busybox")
+    collect(store, grace_s=0)
     with pytest.raises(ImageInvalidError, match="is not in the store"):
         mounts.acquire(image)
 

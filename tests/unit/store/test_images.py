@@ -14,6 +14,7 @@ import pytest
 from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
 from opendsec.store import images
+from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
 
 CONFIG = ImageConfig(
@@ -70,15 +71,24 @@ def test_longest_name_with_slashes(store: ImageStore) -> None:
     assert [image.name for image in store.list()] == [name]
 
 
+def content(store: ImageStore) -> set[str]:
+    """All but locks and records."""
+    kept = ("tags/", "blobs/", "data/", "tables/", "manifests/", "staging/", "condemned/")
+    return {name for name in files(store) if name.startswith(kept)}
+
+
 def test_list_is_sorted_and_remove_collects_only_what_nobody_needs(store: ImageStore) -> None:
     publish(store, "b", b"shared", b"only b")
     publish(store, "a", b"shared")
     assert [image.name for image in store.list()] == ["a", "b"]
     store.remove("b")
     assert [image.name for image in store.list()] == ["a"]
-    assert len(files(store)) == len({"lock", "tag", "manifest", "blob"})
+    assert len(content(store)) == len({"tag", "manifest of a", "manifest of b", "shared", "only b"})
+    collect(store, grace_s=0)
+    assert len(content(store)) == len({"tag", "manifest", "blob"})
     store.remove("a")
-    assert files(store) == {"lock"}
+    collect(store, grace_s=0)
+    assert content(store) == set()
 
 
 def test_unknown_and_impossible_names(store: ImageStore) -> None:
@@ -107,6 +117,7 @@ def test_a_name_changes_its_meaning_only_on_request(store: ImageStore) -> None:
     assert store.get("x") == first
     second = publish(store, "x", b"2", replace=True)
     assert store.get("x") == second
+    collect(store, grace_s=0)
     assert len(list((store.root / "blobs/sha256").iterdir())) == 1
 
 
@@ -120,7 +131,7 @@ def test_layers_already_in_the_store_can_be_used_again(store: ImageStore) -> Non
     assert [image.name for image in store.list()] == ["x", "y"]
 
 
-@pytest.mark.parametrize("step", ["link_into", "write_synced", "rename_onto"])
+@pytest.mark.parametrize("step", ["link_into", "write_synced", "sync_directory"])
 def test_an_error_at_any_step_leaves_nothing(store: ImageStore, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
     def fail(*_args: object, **_more: object) -> None:
         raise OSError(5, "Input/output error")
@@ -128,8 +139,11 @@ def test_an_error_at_any_step_leaves_nothing(store: ImageStore, monkeypatch: pyt
     monkeypatch.setattr(images, step, fail)
     with pytest.raises(OSError, match="Input/output"):
         publish(store, "x", b"1")
-    assert files(store) == {"lock"}
+    monkeypatch.undo()
+    assert store.list() == []
     assert not list((store.root / "staging").iterdir())
+    collect(store, grace_s=0)
+    assert content(store) == set()
 
 
 def test_damaged_manifest_is_named(store: ImageStore) -> None:
@@ -158,7 +172,7 @@ def _stall(root: Path, step: str, ready: Connection) -> None:
     publish(ImageStore(root), "x", b"1" * 100)
 
 
-@pytest.mark.parametrize("step", ["sync_file", "link_into", "write_synced", "rename_onto"])
+@pytest.mark.parametrize("step", ["sync_file", "link_into", "write_synced", "sync_directory"])
 def test_kill_at_any_step_leaves_nothing_for_the_next_process(tmp_path: Path, step: str) -> None:
     ours, theirs = multiprocessing.Pipe()
     process = _in_process(_stall, tmp_path / "store", step, theirs)
@@ -171,8 +185,9 @@ def test_kill_at_any_step_leaves_nothing_for_the_next_process(tmp_path: Path, st
     theirs.close()
     store = ImageStore(tmp_path / "store")
     assert store.list() == []
-    assert files(store) == {"lock"}
     assert not list((store.root / "staging").iterdir())
+    collect(store, grace_s=0)
+    assert content(store) == set()
     publish(store, "x", b"2")
 
 
@@ -200,5 +215,6 @@ def test_many_publishers_and_removers_at_once(tmp_path: Path) -> None:
         process.close()
     store = ImageStore(tmp_path / "store")
     assert [image.name for image in store.list()] == ["common"]
+    collect(store, grace_s=0)
     assert store.blob_path(store.get("common").layers[0].digest).read_bytes() == b"shared"
     assert len(list((store.root / "blobs/sha256").iterdir())) == 1
