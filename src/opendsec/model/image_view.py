@@ -27,6 +27,8 @@ class ImageSummary:
     """Of those, in layers that at least one other image of the store is started with as well."""
     base: str = ""
     toolkits: tuple[str, ...] = ()
+    problem: str = ""
+    """Why it cannot be read; all else is empty then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,169 @@
+"""What a store tells about its images: pages of summaries, and all about one.
+
+What was read is kept in memory: manifests never change, and a name is read again only when its tag was replaced. So
+asking again costs one listing of the tags, however many images there are. Threads may share one.
+
+An image that is damaged, or refers to what is missing, is told with its problem; it hides no other.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from opendsec.errors import ImageError, ImageNotFoundError, OpenDSecError
+from opendsec.model.image import Image, ImageConfig, Layer
+from opendsec.model.image_view import MAX_USED_BY, ImageDetails, ImageSummary, StartCost, StartLayer
+from opendsec.store.compose import MAX_DEPTH, split_reference
+from opendsec.store.images import ImageStore
+
+StartCostOf = Callable[[Image], StartCost | None]
+"""What a start of a composition reads, when one was recorded."""
+
+
+def never_recorded(_image: Image) -> StartCost | None:
+    """No start was."""
+    return None
+
+
+class Catalogue:
+    """One store, as it is told about."""
+
+    def __init__(self, store: ImageStore, *, start_cost: StartCostOf = never_recorded) -> None:
+        self._store = store
+        self._start_cost = start_cost
+        self._lock = threading.Lock()
+        self._stamps: dict[str, tuple[int, int]] = {}
+        self._images: dict[str, Image] = {}
+        self._problems: dict[str, str] = {}
+        """Why what a name means cannot be read."""
+        self._pinned: dict[str, Image] = {}
+        """Images that are named with their digest, under such references."""
+        self._users: Counter[str] | None = None
+        """For each layer, how many images are started with it; None: to be counted anew."""
+
+    def page(self, *, after: str = "", limit: int, prefix: str = "") -> tuple[tuple[ImageSummary, ...], str]:
+        """Summaries of up to `limit` images, by name, from the first behind `after`; and what to give as `after` for
+        the next page, "" when there is none."""
+        with self._lock:
+            images, users = self._refreshed()
+            names = sorted(name for name in images if name > after and name.startswith(prefix))
+            summaries = tuple(_summary(images[name], users, self._problems.get(name, "")) for name in names[:limit])
+        return summaries, names[limit - 1] if len(names) > limit else ""
+
+    def details(self, reference: str) -> ImageDetails:
+        """All about the image a name, or `name@sha256:…`, means. ImageNotFoundError, ImageInvalidError."""
+        image = self._store.get(reference)
+        with self._lock:
+            images, users = self._refreshed()
+            used_by = sorted(name for name, one in images.items() if _names(one, image))
+        details = ImageDetails(
+            name=split_reference(image.name)[0],
+            digest=image.digest,
+            created_at=image.created_at,
+            source=image.source,
+            config=image.config,
+            layers=image.layers,
+            base=image.base,
+            toolkits=image.toolkits,
+            size_bytes=size_of(image.layers),
+            used_by=tuple(used_by[:MAX_USED_BY]),
+            used_by_count=len(used_by),
+        )
+        try:
+            whole = self._store.compose(reference)
+        except OpenDSecError as error:
+            return replace(details, problem=str(error))
+        return _with_start(details, whole, users, self._start_cost(whole))
+
+    def _refreshed(self) -> tuple[dict[str, Image], Counter[str]]:
+        """All images as they are now. The lock is held."""
+        stamps = self._store.stamps()
+        stale = [name for name, stamp in stamps.items() if self._stamps.get(name) != stamp]
+        gone = self._stamps.keys() - stamps.keys()
+        for name in (*stale, *gone):
+            self._images.pop(name, None)
+            self._problems.pop(name, None)
+        for name in stale:
+            self._look_at(name)
+        self._stamps = stamps
+        if stale or gone or self._users is None:
+            self._users = Counter(digest for one in self._images.values() for digest in self._started_with(one))
+        return self._images, self._users
+
+    def _look_at(self, name: str) -> None:
+        try:
+            self._images[name] = self._store.get(name)
+        except ImageNotFoundError:
+            return  # removed just now
+        except ImageError as error:
+            self._images[name] = Image(name=name, digest="", layers=(), config=ImageConfig(), created_at=0.0)
+            self._problems[name] = error.message
+
+    def _started_with(self, image: Image) -> set[str]:
+        """Digests of the layers an image is started with, as far as what it refers to is there."""
+        found = {layer.digest for layer in image.layers}
+        below = [one for one in map(self._known, image.toolkits) if one is not None]
+        base = self._known(image.base)
+        while base is not None and len(below) < MAX_DEPTH + len(image.toolkits):
+            below.append(base)
+            base = self._known(base.base)
+        found.update(layer.digest for one in below for layer in one.layers)
+        return found
+
+    def _known(self, reference: str) -> Image | None:
+        """The image of a reference, if there is one."""
+        name, digest = split_reference(reference)
+        image = self._images.get(name)
+        if not digest or (image is not None and image.digest == digest):
+            return image
+        if reference not in self._pinned:
+            try:
+                self._pinned[reference] = self._store.get(reference)
+            except ImageError:
+                return None
+        return self._pinned[reference]
+
+
+def size_of(layers: Sequence[Layer]) -> int:
+    """Bytes of all their files."""
+    return sum(layer.size_bytes for layer in layers)
+
+
+def _names(one: Image, other: Image) -> bool:
+    """Whether an image refers to the other, by name alone or with its digest."""
+    wanted = split_reference(other.name)[0]
+    references = (split_reference(reference) for reference in (one.base, *one.toolkits) if reference)
+    return any(name == wanted and digest in ("", other.digest) for name, digest in references)
+
+
+def _summary(image: Image, users: Counter[str], problem: str) -> ImageSummary:
+    return ImageSummary(
+        name=image.name,
+        digest=image.digest,
+        created_at=image.created_at,
+        source=image.source,
+        roles=tuple(dict.fromkeys(layer.role for layer in image.layers)),
+        layer_count=len(image.layers),
+        size_bytes=size_of(image.layers),
+        shared_bytes=size_of([layer for layer in image.layers if users[layer.digest] > 1]),
+        base=image.base,
+        toolkits=image.toolkits,
+        problem=problem,
+    )
+
+
+def _with_start(details: ImageDetails, whole: Image, users: Counter[str], cost: StartCost | None) -> ImageDetails:
+    return replace(
+        details,
+        config=whole.config,
+        start_digest=whole.digest,
+        parts=whole.parts,
+        start_layers=tuple(StartLayer(layer=layer, images=users[layer.digest]) for layer in whole.layers),
+        start_size_bytes=size_of(whole.layers),
+        shared_bytes=size_of([layer for layer in whole.layers if users[layer.digest] > 1]),
+        metadata_bytes=sum(layer.mounted.size_bytes for layer in whole.layers),
+        start_cost=cost,
+    )
