@@ -1,11 +1,15 @@
 """Layers of images, mounted: each exactly once per node, read-only, below one directory in the host's mount namespace.
 
-    <mount root>/<hex digest>/    one layer, with `directio` where the kernel has it
-    <mount root>/.lock            held while a layer is mounted or unmounted
+    <mount root>/<hex digest>/       one layer, with `directio` where the kernel has it
+    <mount root>/.<hex digest>       held while that layer is mounted, so a slow one holds up nobody else
+    <mount root>/.<hex digest>.of    which life of its loader the mounted layer is read from, when that can end
+    <mount root>/.lock               shared by whoever mounts, held alone by whoever unmounts
 
 Once per node, because a second mount of the same file caches everything twice. Any process may ask at any time: who
 comes first mounts, the others and every later process adopt what is there, after checking that it is that file.
 Nothing is unmounted when a sandbox ends, for the next one needs the layer; `unmount_all` is for `opendsec down`.
+A layer whose loader died is mounted anew for those who ask from then on; sandboxes that have the old mount keep it,
+and what they read of it that is not in memory is an I/O error.
 
 Mounts keep set-id bits and devices as the image has them: a sandbox's own mounts and user range take their power away.
 """
@@ -13,9 +17,13 @@ Mounts keep set-id bits and devices as the image has them: a sandbox's own mount
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
+import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -27,10 +35,18 @@ from opendsec.model.image import Image, Layer
 from opendsec.store.leases import Leases
 from opendsec.store.loading.base import Loader
 from opendsec.store.manifest import hex_of
-from opendsec.store.staging import locked
 
 _EROFS = "erofs"
 _LOCK = ".lock"
+_LOCK_POLL_S = 0.02
+WAIT_S = 60.0
+"""For somebody else who mounts the same layer, or unmounts all."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mounted:
+    fd: int
+    generation: str
 
 
 class LayerMounts:
@@ -40,15 +56,19 @@ class LayerMounts:
     `leases`: where the store is told what is mounted, so that nobody collects it on another node.
     """
 
-    def __init__(self, loader: Loader, mount_root: Path, *, leases: Leases | None = None) -> None:
+    def __init__(
+        self, loader: Loader, mount_root: Path, *, leases: Leases | None = None, wait_s: float = WAIT_S
+    ) -> None:
         self._loader = loader
         self._root = mount_root
         self._leases = leases
-        self._fds: dict[str, int] = {}
+        self._wait_s = wait_s
+        self._mounted: dict[str, _Mounted] = {}
+        self._dead_fds: list[int] = []
 
     def __enter__(self) -> Self:
         if self._leases is not None:
-            with _locked(self._root) as root:
+            with _locked(self._root, time.monotonic() + self._wait_s, alone=False) as root:
                 self._leases.keep_only(f"sha256:{Path(entry.target).name}" for entry in _layers_below(root))
         return self
 
@@ -63,50 +83,70 @@ class LayerMounts:
         They belong to this object and stay good until `close` or `unmount_all`. Blocks while a layer that is not
         mounted yet is fetched and mounted; see `acquired`.
         Raises ImageInvalidError (a layer is missing or no EROFS file), HostCapabilityError (this kernel or file
-        system cannot mount it; the remedy says what to change), NodeError (something else is mounted there), and
-        whatever the loader does.
+        system cannot mount it; the remedy says what to change), NodeError (something else is mounted there, or
+        somebody else has been at it for `wait_s`; the latter is retryable), and whatever the loader does.
         """
         return tuple(self._layer(layer) for layer in reversed(image.layers))
 
     def acquired(self, image: Image) -> tuple[int, ...] | None:
-        """The same if this object has them all already, without waiting for anything."""
-        fds = tuple(self._fds.get(layer.digest, -1) for layer in reversed(image.layers))
+        """The same if this object has them all already, and they can be read, without waiting for anything."""
+        generation = self._loader.generation
+        fds = tuple(self._current(layer.digest, generation) for layer in reversed(image.layers))
         return None if -1 in fds else fds
 
     def close(self) -> None:
         """Give back the descriptors; the mounts stay for the next process."""
-        for fd in self._fds.values():
+        for fd in (*self._dead_fds, *(mounted.fd for mounted in self._mounted.values())):
             os.close(fd)
-        self._fds.clear()
+        self._dead_fds.clear()
+        self._mounted.clear()
 
     def unmount_all(self) -> int:
         """Unmount every layer below the mount root; how many there were. Sandboxes that still run keep theirs."""
         self.close()
         return unmount_layers(self._root, leases=self._leases)
 
+    def _current(self, digest: str, generation: str) -> int:
+        """The descriptor of a mounted layer; -1 when there is none that can be read."""
+        mounted = self._mounted.get(digest)
+        return mounted.fd if mounted is not None and mounted.generation in ("", generation) else -1
+
     def _layer(self, layer: Layer) -> int:
-        digest = layer.digest
-        fd = self._fds.get(digest)
-        if fd is None:
-            with _locked(self._root) as root:
-                fd = self._fds.get(digest)  # Another thread may have been first.
-                if fd is None:
-                    target = root / hex_of(digest)
-                    self._mount_once(layer, target)
-                    fd = os.open(target, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-                    self._fds[digest] = fd
+        fd = self._current(layer.digest, self._loader.generation)
+        if fd != -1:
+            return fd
+        end = time.monotonic() + self._wait_s
+        name = hex_of(layer.digest)
+        with _locked(self._root, end, alone=False) as root, _held(root / f".{name}", end, alone=True):
+            fd = self._current(layer.digest, self._loader.generation)  # Another thread may have been first.
+            if fd == -1:
+                generation = self._mount_once(layer, root / name)
+                fd = os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                before = self._mounted.get(layer.digest)
+                if before is not None:
+                    self._dead_fds.append(before.fd)  # a start may be using it at this moment
+                self._mounted[layer.digest] = _Mounted(fd=fd, generation=generation)
         return fd
 
-    def _mount_once(self, layer: Layer, target: Path) -> None:
+    def _mount_once(self, layer: Layer, target: Path) -> str:
+        """What the mount depends on; see LayerFiles.generation."""
         if self._leases is not None:
             self._leases.take(layer)  # before the loader looks for it
         files = self._loader.attach(layer)
+        record = target.with_name(f".{target.name}.of")
         present = mounted_at(target)
         if present is not None:
             check_adoptable(present, files.meta)
-            return
+            if (record.read_text(encoding="ascii") if record.exists() else "") == files.generation:
+                return files.generation
+            umount2(target, MNT_DETACH | UMOUNT_NOFOLLOW)
+        if files.generation:
+            record.write_text(files.generation, encoding="ascii")
+        else:
+            record.unlink(missing_ok=True)
         target.mkdir(mode=0o700, exist_ok=True)
         mount_erofs(files.meta, target, data=files.data)
+        return files.generation
 
 
 def unmount_layers(mount_root: Path, *, leases: Leases | None = None) -> int:
@@ -115,13 +155,15 @@ def unmount_layers(mount_root: Path, *, leases: Leases | None = None) -> int:
     """
     if not mount_root.is_dir():
         return 0
-    with _locked(mount_root) as root:
+    with _locked(mount_root, time.monotonic() + WAIT_S, alone=True) as root:
         mounted = _layers_below(root)
         for entry in reversed(mounted):
             umount2(entry.target, MNT_DETACH | UMOUNT_NOFOLLOW)
-        for directory in root.iterdir():
-            if directory.is_dir():
-                directory.rmdir()
+        for path in root.iterdir():
+            if path.is_dir():
+                path.rmdir()
+            elif path.name != _LOCK:
+                path.unlink()  # nobody holds it: who does holds the other one too
         if leases is not None:
             leases.drop_all()
     return len(mounted)
@@ -132,12 +174,42 @@ def _layers_below(root: Path) -> list[MountEntry]:
 
 
 @contextmanager
-def _locked(mount_root: Path) -> Iterator[Path]:
-    """The mount root without symbolic links, as mountinfo shows it; one process at a time."""
+def _locked(mount_root: Path, end: float, *, alone: bool) -> Iterator[Path]:
+    """The mount root without symbolic links, as mountinfo shows it; while inside, nobody unmounts all, or mounts."""
     mount_root.mkdir(mode=0o700, parents=True, exist_ok=True)
     root = mount_root.resolve(strict=True)
-    with locked(root / _LOCK):
+    with _held(root / _LOCK, end, alone=alone):
         yield root
+
+
+@contextmanager
+def _held(path: Path, end: float, *, alone: bool) -> Iterator[None]:
+    """Hold the flock(2) of a file. NodeError when that was not to be had before `end` (time.monotonic)."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    try:
+        waited = threading.Event()
+        while True:
+            try:
+                fcntl.flock(fd, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() > end:
+                    raise _too_long(path) from None
+                waited.wait(_LOCK_POLL_S)
+            else:
+                break
+        yield
+    finally:
+        os.close(fd)
+
+
+def _too_long(lock: Path) -> NodeError:
+    what = "all layers are" if lock.name == _LOCK else f"layer {lock.name.lstrip('.')} is"
+    return NodeError(
+        f"{what} still being mounted or unmounted by somebody else",
+        detail={"path": str(lock)},
+        remedy="its store is slow or does not answer; try again",
+        retryable=True,
+    )
 
 
 def mounted_at(target: Path) -> MountEntry | None:

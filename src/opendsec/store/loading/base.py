@@ -29,12 +29,21 @@ class LayerFiles:
     meta: Path
     data: Path | None = None
     """None for a layer of one file."""
+    generation: str = ""
+    """What `Loader.generation` has to be for this to be readable; "": it always is."""
 
 
 class Loader(ABC):
     """One way of reading layers on this node. Threads may share it."""
 
     kind: LoaderKind
+
+    @property
+    def generation(self) -> str:
+        """Which life of whatever serves the data this is. It differs once files that were given out before answer
+        with errors for good: a layer mounted from them must be attached and mounted anew. Waits for nobody.
+        """
+        return ""
 
     @abstractmethod
     def attach(self, layer: Layer) -> LayerFiles:
