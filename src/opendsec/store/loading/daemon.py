@@ -1,0 +1,279 @@
+"""The loader process: data of layers as files that read themselves from the store when they are read.
+
+    <run>/data/<hex>             one file for each attached blob; EROFS mounts use them as devices
+    <run>/loader.sock            who wants a layer attached, prefetched or recorded asks here (`control`)
+    <run>/loader/<hex>.json      what is attached, for the process that comes after this one
+    <cache>/data, tables, profiles    chunks, tables, and profiles a read-only store would not take
+
+It only knows layers it was asked to attach, and gives out no byte that is not in its table. What it was asked to serve
+stays served: an unmounted layer may still be in use by a sandbox.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opendsec.errors import DigestMismatchError, ImageInvalidError, OpenDSecError, RequestError
+from opendsec.linux.fuse import File, Reply
+from opendsec.model.image import Blob, Layer
+from opendsec.store.chunks import check_table, chunk_count
+from opendsec.store.loading.cache import ChunkCache
+from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.loading.profiles import Profile, Recording, encode_profile, profile_name, read_profile
+from opendsec.store.loading.reading import BlobReader, Engine
+from opendsec.store.loading.sources import DirectoryFiles, table_name
+from opendsec.store.manifest import hex_of
+
+log = logging.getLogger(__name__)
+
+_HEX_OF_NUMBER = 15
+"""Digits of the digest that number a file: the process after this one gives it the same number."""
+ON_PURPOSE_S = 3600.0
+"""A recording on purpose ends when whoever began it says so, or after so long."""
+_TICK_S = 0.2
+
+
+@dataclass(slots=True, kw_only=True)
+class Served:
+    """One attached layer."""
+
+    layer: Layer
+    file: File
+    reader: BlobReader
+    recording: Recording | None = None
+    loading: list[Future[None]] = field(default_factory=list)
+
+    def touched(self, numbers: Sequence[int]) -> None:
+        recording = self.recording
+        if recording is not None:
+            recording.saw(numbers)
+
+
+class Daemon:
+    """Serves layers of one store; see the head of this file. It is `Files` for `linux.fuse.serve`."""
+
+    def __init__(
+        self,
+        source: ChunkSource,
+        cache: ChunkCache,
+        *,
+        local: Path,
+        attached: Path,
+        patience_s: float,
+        record: bool = True,
+    ) -> None:
+        """`local`: a directory of this node for tables and profiles; `attached`: one that a reboot empties."""
+        self._source = source
+        self._cache = cache
+        self._local = DirectoryFiles(local)
+        self._attached = attached
+        self._record = record
+        self._engine = Engine(source, patience_s=patience_s)
+        self._served: dict[int, Served] = {}
+        self._turns: dict[str, threading.Lock] = {}
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._ticking = threading.Thread(target=self._tick, name="recordings", daemon=True)
+        self._ticking.start()
+        attached.mkdir(mode=0o700, parents=True, exist_ok=True)
+
+    # what the kernel sees
+
+    def by_name(self, name: str) -> File | None:
+        served = next((one for one in tuple(self._served.values()) if one.file.name == name), None)
+        return served.file if served else None
+
+    def by_number(self, number: int) -> File | None:
+        served = self._served.get(number)
+        return served.file if served else None
+
+    def all(self) -> Iterable[File]:
+        return [one.file for one in tuple(self._served.values())]
+
+    def read(self, file: File, offset: int, size: int, reply: Reply) -> None:
+        self._served[file.number].reader.read(offset, size, reply)
+
+    # what others on this node ask
+
+    def answer(self, what: str, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """One question of `control`. Raises OpenDSecError."""
+        if what == "status":
+            return self.status()
+        if what not in ("attach", "prefetch", "record", "recorded"):
+            raise RequestError(f"the loader knows no {what!r}")
+        try:
+            layer = msgspec.convert(fields["layer"], Layer)
+        except (KeyError, msgspec.ValidationError) as error:
+            raise RequestError(f"layer: {error}", detail={"field": "layer"}) from error
+        served = self.attach(layer)
+        if what == "prefetch":
+            return self._prefetch(served, everything=bool(fields.get("everything")))
+        if what == "record":
+            served.recording = Recording(lambda _: None, seconds=ON_PURPOSE_S)
+        if what == "recorded":
+            return {"chunks": self._recorded(served, str(fields.get("command", "")))}
+        return {"file": served.file.name}
+
+    def attach(self, layer: Layer) -> Served:
+        """Serve a layer's data from now on. Idempotent.
+
+        Raises ImageInvalidError, DigestMismatchError, NodeError (the store cannot be reached), DiskFullError.
+        """
+        if layer.data is None:
+            raise ImageInvalidError(f"layer {layer.digest} has no data to be loaded", detail={"layer": layer.digest})
+        name = hex_of(layer.data.digest)
+        number = int(name[:_HEX_OF_NUMBER], 16) + 2
+        with self._lock:
+            turn = self._turns.setdefault(name, threading.Lock())
+        with turn:
+            served = self._served.get(number)
+            if served is None:
+                served = self._serve(
+                    layer, layer.data, File(number=number, name=name, size_bytes=layer.data.size_bytes)
+                )
+                (self._attached / f"{name}.json").write_bytes(msgspec.json.encode(layer))
+                self._served[number] = served
+        return served
+
+    def attach_again(self) -> None:
+        """What the process before this one served. What cannot be had any more is told in the log."""
+        for path in sorted(self._attached.glob("*.json")):
+            try:
+                self.attach(msgspec.json.decode(path.read_bytes(), type=Layer))
+            except (OpenDSecError, msgspec.DecodeError) as error:
+                log.warning("not_attached_again", extra={"fields": {"file": path.name, "why": str(error)}})
+
+    def status(self) -> Mapping[str, Any]:
+        """Counts since this process started; layers as they are."""
+        layers = {
+            one.layer.digest: {
+                "size_bytes": one.file.size_bytes,
+                "present_bytes": one.reader.cached.present_bytes,
+                "asked_bytes": one.reader.asked_bytes,
+                "failures": one.reader.failures,
+                **_progress(one),
+            }
+            for one in tuple(self._served.values())
+        }
+        counts = self._source.counts
+        store = {"address": self._source.files.address, "requests": counts.requests}
+        return {
+            "layers": layers,
+            "store": {**store, "bytes_read": counts.bytes_read, "failures": counts.failures},
+            "cache": {
+                "used_bytes": self._cache.used_bytes,
+                "limit_bytes": self._cache.limit_bytes,
+                "hits": self._cache.counts.hits,
+                "damaged": self._cache.counts.damaged,
+                "evicted_bytes": self._cache.counts.evicted_bytes,
+                "refused": self._cache.counts.refused,
+            },
+        }
+
+    def close(self) -> None:
+        """Reads that wait get EIO; what was recorded so far is written."""
+        self._ended.set()
+        self._ticking.join()
+        for served in tuple(self._served.values()):
+            if served.recording is not None:
+                served.recording.finish()
+        self._engine.close()
+        self._local.close()
+
+    def _serve(self, layer: Layer, data: Blob, file: File) -> Served:
+        table = self._table(data)
+        cached = self._cache.open(data, table)
+        holder: list[Served] = []
+        reader = BlobReader(
+            self._engine, data, table, cached, touched=lambda numbers: holder[0].touched(numbers) if holder else None
+        )
+        served = Served(layer=layer, file=file, reader=reader)
+        holder.append(served)
+        if self._record:
+            served.recording = Recording(lambda chunks: self._keep_profile(served, chunks))
+            served.loading = [self._engine.ahead.submit(self._load_profile, served)]
+        return served
+
+    def _table(self, data: Blob) -> bytes:
+        """From this node when it is here and right, else from the store."""
+        name = table_name(data.digest)
+        most = chunk_count(data.size_bytes) * 32
+        try:
+            table = self._local.read_whole(name, most=most)
+            check_table(table, data.digest, data.size_bytes)
+        except (OSError, DigestMismatchError):
+            table = self._source.table(data)
+            try:
+                self._local.write(name, table)
+            except OSError as error:  # a full disk: it is fetched again next time
+                log.warning("table_not_kept", extra={"fields": {"data": data.digest, "why": str(error)}})
+        return table
+
+    def _load_profile(self, served: Served) -> None:
+        """Runs in the background, so that nobody waits for a profile."""
+        profile = self._profile(served.layer)
+        if profile is not None:
+            served.recording = None
+            served.loading += served.reader.load(profile.chunks)
+
+    def _profile(self, layer: Layer) -> Profile | None:
+        return read_profile(self._source.files, layer) or read_profile(self._local, layer)
+
+    def _keep_profile(self, served: Served, chunks: Sequence[int], *, command: str = "") -> None:
+        data = served.layer.data
+        assert data is not None
+        profile = Profile(
+            layer=served.layer.digest, data=data.digest, chunks=tuple(chunks), recorded_at=time.time(), command=command
+        )
+        for files in (self._source.files, self._local):
+            try:
+                files.write(profile_name(profile.layer), encode_profile(profile))
+            except OSError as error:  # read-only, full or gone: advice can wait
+                log.info("profile_not_kept", extra={"fields": {"store": files.address, "why": str(error)}})
+            else:
+                return
+
+    def _prefetch(self, served: Served, *, everything: bool) -> Mapping[str, Any]:
+        """Begins; `status` tells how far it is."""
+        profile = None if everything else self._profile(served.layer)
+        if everything:
+            chunks: Sequence[int] = range(chunk_count(served.file.size_bytes))
+        else:
+            chunks = profile.chunks if profile is not None else ()
+        served.loading = [one for one in served.loading if not one.done()]
+        served.loading += served.reader.load(chunks)
+        return {"chunks": len(chunks), "has_profile": profile is not None}
+
+    def _recorded(self, served: Served, command: str) -> int:
+        found: list[int] = []
+        recording, served.recording = served.recording, None
+        if recording is None:
+            raise RequestError("nothing is being recorded of this layer", detail={"layer": served.layer.digest})
+        found = list(recording.seen())
+        if found:
+            self._keep_profile(served, found, command=command)
+        return len(found)
+
+    def _tick(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            for served in tuple(self._served.values()):
+                recording = served.recording
+                if recording is not None and recording.tick():
+                    served.recording = None
+
+
+def _progress(served: Served) -> Mapping[str, Any]:
+    """Whether chunks are being loaded before anybody asks, and why that ended early, if it did."""
+    states = Counter(one.done() for one in served.loading)
+    failed = [str(one.exception()) for one in served.loading if one.done() and not one.cancelled() and one.exception()]
+    return {"loading": states[False], "problem": failed[0] if failed else ""}

@@ -1,0 +1,132 @@
+"""Read layers through the loader process of this node: portable, with a cache, from a directory, HTTP or S3.
+
+The kernel reads data from files below <run>/data, which that process serves (`daemon`). This side copies metadata to
+the node, checked, and asks for data to be attached. It knows by the process's descriptor, without asking, whether
+what was mounted before can still be read: files of a process that is gone for good answer with I/O errors, and a
+layer that is needed again is mounted anew from the process that came after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import secrets
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from opendsec.errors import NodeError
+from opendsec.linux.process import ProcessIdentity, has_ended, open_process
+from opendsec.model.image import Blob, Layer
+from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
+from opendsec.store.loading.control import ask
+from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.manifest import hex_of
+
+ATTACH_S = 45.0
+RETURNS_S = 20.0
+"""How long a start waits for a loader that died to be started again."""
+PID_FILE = "loader.pid"
+SOCKET = "loader.sock"
+DATA = "data"
+
+
+class FuseLoader(Loader):
+    """`run_dir` is the platform's; `copies` a directory of this node for metadata; `source` the store's files."""
+
+    kind = LoaderKind.FUSE
+
+    def __init__(self, source: ChunkSource, copies: Path, run_dir: Path, *, returns_s: float = RETURNS_S) -> None:
+        self._source = source
+        self._copies = copies
+        self._run_dir = run_dir
+        self._returns_s = returns_s
+        self._lock = threading.Lock()
+        self._pidfd = -1
+        self._device = ""
+
+    @property
+    def generation(self) -> str:
+        """Differs whenever what was mounted before is lost; "" while no loader runs. Waits for nobody."""
+        with self._lock:
+            if self._pidfd >= 0 and has_ended(self._pidfd):
+                os.close(self._pidfd)
+                self._pidfd, self._device = -1, ""
+            if self._pidfd < 0:
+                self._find_process()
+            return self._device
+
+    def attach(self, layer: Layer) -> LayerFiles:
+        meta = fetched_metadata(self._source, layer.mounted, self._copies)
+        if layer.data is None:
+            return LayerFiles(meta=meta)
+        generation = self._wait_for_process()
+        ask(self._run_dir / SOCKET, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
+        return LayerFiles(meta=meta, data=self._run_dir / DATA / hex_of(layer.data.digest), generation=generation)
+
+    def detach(self, layer: Layer) -> None:
+        (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._pidfd >= 0:
+                os.close(self._pidfd)
+            self._pidfd, self._device = -1, ""
+        self._source.close()
+
+    def _wait_for_process(self) -> str:
+        waited = threading.Event()
+        for _ in range(max(1, int(self._returns_s / 0.1))):
+            generation = self.generation
+            if generation:
+                return generation
+            waited.wait(0.1)
+        raise NodeError(
+            "no loader runs on this node, so layers cannot be read",
+            detail={"path": str(self._run_dir / PID_FILE)},
+            remedy="`opendsec up` starts it; without, run `python -m opendsec.host.loader`",
+            retryable=True,
+        )
+
+    def _find_process(self) -> None:
+        try:
+            words = (self._run_dir / PID_FILE).read_text(encoding="ascii").split()
+            pidfd = open_process(ProcessIdentity(int(words[0]), int(words[1])))
+            if pidfd is None:
+                return
+        except (FileNotFoundError, ValueError, IndexError):
+            return
+        try:
+            device = (self._run_dir / DATA).stat().st_dev
+            if device == self._run_dir.stat().st_dev:
+                raise FileNotFoundError  # it has not mounted anything yet
+        except OSError:
+            os.close(pidfd)
+            return
+        self._pidfd, self._device = pidfd, str(device)
+
+
+def fetched_metadata(source: ChunkSource, blob: Blob, copies: Path) -> Path:
+    """Metadata as a file of this node: whole, checked, and there or not there.
+
+    It is not synced: after a crash of the machine nothing is mounted, and the size is looked at.
+    """
+    copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+    target = copies / hex_of(blob.digest)
+    if not (target.is_file() and target.stat().st_size == blob.size_bytes):
+        with _partial(target) as partial:
+            source.metadata(blob, partial)
+            partial.chmod(0o444)
+            partial.rename(target)
+    return target.resolve()
+
+
+@contextlib.contextmanager
+def _partial(target: Path) -> Iterator[Path]:
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        yield partial
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,374 @@
+"""Reads of one data blob, answered from memory, this node's cache or the store: with the right bytes, or with EIO.
+
+    reader.read(offset, size, reply)     the kernel asks; `reply` is completed later, from some thread
+    reader.load(numbers)                 the same chunks for the cache, before anybody asks
+
+A chunk is fetched by one thread however many wait for it. A read that has waited for `patience_s` gets EIO, also when
+the thread that fetches for it hangs in a file system that will never answer: the threads are lost then, up to
+DEMAND_PER_BLOB for each blob, and reads of other blobs go on. What fails is told to that read alone.
+
+Sequential reads of long files are read ahead of, by no more than a quarter of what was read already: so a start,
+which reads in small pieces, does not fetch what it will not touch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from opendsec.errors import NodeError, OpenDSecError
+from opendsec.model.image import Blob
+from opendsec.store.chunks import CHUNK_BYTES, chunk_count
+from opendsec.store.loading.cache import CachedBlob
+from opendsec.store.loading.fetch import ChunkSource
+
+log = logging.getLogger(__name__)
+
+RUN_CHUNKS = 16
+"""At most so many chunks with one request to the store: 1 MiB."""
+DEMAND_THREADS = 96
+DEMAND_PER_BLOB = 16
+AHEAD_THREADS = 16
+AHEAD_PER_BLOB = 6
+RECENT_CHUNKS = 256
+"""Kept in memory, of all blobs together: the kernel asks for a chunk in pieces."""
+STREAK_BYTES = 1 << 20
+"""So much is read in order before anything is read ahead."""
+LONGEST_AHEAD_BYTES = 4 << 20
+_STREAKS = 32
+_TICK_S = 0.1
+_TELL_EVERY_S = 5.0
+
+
+class Answer(Protocol):
+    """`opendsec.linux.fuse.Reply` is one."""
+
+    def give(self, *parts: bytes | memoryview) -> bool: ...
+
+    def fail(self, number: int) -> bool: ...
+
+
+class Engine:
+    """What the readers of a node share: threads, memory, and the clock that ends what waits too long."""
+
+    def __init__(self, source: ChunkSource, *, patience_s: float) -> None:
+        self.source = source
+        self.patience_s = patience_s
+        self.demand = ThreadPoolExecutor(DEMAND_THREADS, thread_name_prefix="demand")
+        self.ahead = ThreadPoolExecutor(AHEAD_THREADS, thread_name_prefix="ahead")
+        self._recent: OrderedDict[tuple[str, int], bytes] = OrderedDict()
+        self._waiting: deque[_Waiting] = deque()
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._clock = threading.Thread(target=self._watch, name="clock", daemon=True)
+        self._clock.start()
+
+    def recent(self, key: tuple[str, int]) -> bytes | None:
+        with self._lock:
+            content = self._recent.get(key)
+            if content is not None:
+                self._recent.move_to_end(key)
+            return content
+
+    def keep(self, key: tuple[str, int], content: bytes) -> None:
+        with self._lock:
+            self._recent[key] = content
+            self._recent.move_to_end(key)
+            if len(self._recent) > RECENT_CHUNKS:
+                self._recent.popitem(last=False)
+
+    def watch(self, waiting: _Waiting) -> None:
+        with self._lock:
+            self._waiting.append(waiting)
+
+    def close(self) -> None:
+        """Whoever waits gets EIO; threads that hang are left behind."""
+        self._ended.set()
+        self.source.close()
+        for pool in (self.demand, self.ahead):
+            pool.shutdown(wait=False, cancel_futures=True)
+        self._clock.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(_TICK_S):
+            self._end_overdue(time.monotonic())
+        self._end_overdue(float("inf"))
+
+    def _end_overdue(self, now: float) -> None:
+        while True:
+            with self._lock:
+                if not self._waiting or not (self._waiting[0].is_done or self._waiting[0].deadline <= now):
+                    return
+                first = self._waiting.popleft()
+            first.end("no answer in time")
+
+
+@dataclass(slots=True, kw_only=True)
+class _Waiting:
+    """A read some chunks of which are on their way."""
+
+    reader: BlobReader
+    offset: int
+    size: int
+    reply: Answer
+    have: dict[int, bytes]
+    missing: int
+    deadline: float
+    is_done: bool = False
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def arrived(self, number: int, future: Future[bytes]) -> None:
+        error = future.exception()
+        if error is not None:
+            self.end(str(error))
+            return
+        with self.lock:
+            self.missing -= 1
+            if not self.is_done:
+                self.have[number] = future.result()
+            complete = self.missing == 0 and not self.is_done
+            self.is_done = self.is_done or complete
+        if complete:
+            self.reply.give(*_cut(self.have, self.offset, self.size))
+            self.have.clear()
+
+    def end(self, why: str) -> None:
+        with self.lock:
+            if self.is_done:
+                return
+            self.is_done = True
+            self.have.clear()
+        self.reply.fail(errno.EIO)
+        self.reader.failed(why)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Run:
+    """Consecutive chunks to be fetched with one request."""
+
+    first: int
+    futures: list[Future[bytes]]
+    deadline: float
+
+
+class BlobReader:
+    """Reads of one blob. `touched` is told which chunks the kernel asked for. Threads may share it."""
+
+    def __init__(
+        self, engine: Engine, data: Blob, table: bytes, cached: CachedBlob, *, touched: Callable[[Sequence[int]], None]
+    ) -> None:
+        self.data = data
+        self.cached = cached
+        self.failures = 0
+        self.asked_bytes = 0
+        """Of reads of the kernel."""
+        self._engine = engine
+        self._table = table
+        self._touched = touched
+        self._lock = threading.Lock()
+        self._under_way: dict[int, Future[bytes]] = {}
+        self._queue: deque[_Run] = deque()
+        self._active = 0
+        self._streaks: OrderedDict[int, int] = OrderedDict()
+        self._told_at = float("-inf")
+
+    def read(self, offset: int, size: int, reply: Answer) -> None:
+        """Complete `reply` with that part of the blob, now or later, or with EIO. The part lies within the blob."""
+        numbers = range(offset // CHUNK_BYTES, -(-(offset + size) // CHUNK_BYTES))
+        self._touched(numbers)
+        self.asked_bytes += size
+        have = {number: content for number in numbers if (content := self._here(number)) is not None}
+        missing = [number for number in numbers if number not in have]
+        if missing:
+            self._wait_for(missing, have, offset, size, reply)
+        else:
+            reply.give(*_cut(have, offset, size))
+        self._read_ahead(offset, size)
+
+    def load(self, numbers: Iterable[int], *, at_once: int = AHEAD_PER_BLOB) -> list[Future[None]]:
+        """Fetch what is not here of these chunks, in this order, in the background.
+
+        The first failure ends it, and the future it happened in raises: OpenDSecError.
+        """
+        runs = iter(list(_runs(numbers, chunk_count(self.data.size_bytes))))
+        turn, failed = threading.Lock(), threading.Event()
+
+        def work() -> None:
+            while True:
+                with turn:
+                    run = next(runs, None)
+                if run is None or failed.is_set():
+                    return
+                error = self._load_now(run)
+                if error is not None:
+                    failed.set()
+                    raise error
+
+        return [self._engine.ahead.submit(work) for _ in range(at_once)]
+
+    def failed(self, why: str) -> None:
+        """A read got EIO. Told in the log, not more often than anybody reads it."""
+        with self._lock:
+            self.failures += 1
+            now = time.monotonic()
+            told = now - self._told_at < _TELL_EVERY_S
+            self._told_at = self._told_at if told else now
+        if not told:
+            fields = {"data": self.data.digest, "why": why, "failures": self.failures}
+            log.warning("read_failed", extra={"fields": fields})
+
+    def _here(self, number: int) -> bytes | None:
+        key = (self.cached.name, number)
+        content = self._engine.recent(key)
+        if content is None:
+            try:
+                content = self.cached.read(number)
+            except OSError as error:  # the node's disk is in trouble; the store still has it
+                self.failed(f"cache: {error}")
+                return None
+            if content is not None:
+                self._engine.keep(key, content)
+        return content
+
+    def _wait_for(self, missing: list[int], have: dict[int, bytes], offset: int, size: int, reply: Answer) -> None:
+        deadline = time.monotonic() + self._engine.patience_s
+        waiting = _Waiting(
+            reader=self, offset=offset, size=size, reply=reply, have=have, missing=len(missing), deadline=deadline
+        )
+        self._engine.watch(waiting)
+        wanted, runs = self._claim(missing, deadline)
+        with self._lock:
+            self._queue.extend(runs)
+        self._start_runs()
+        for number, future in wanted:
+            future.add_done_callback(lambda done, number=number: waiting.arrived(number, done))  # type: ignore[misc]
+
+    def _claim(self, numbers: Sequence[int], deadline: float) -> tuple[list[tuple[int, Future[bytes]]], list[_Run]]:
+        """A future for each chunk, and the runs to be fetched for those nobody fetches yet."""
+        wanted: list[tuple[int, Future[bytes]]] = []
+        runs: list[_Run] = []
+        with self._lock:
+            for number in numbers:
+                future = self._under_way.get(number) or self._just_arrived(number)
+                if future is None:
+                    future = self._under_way[number] = Future()
+                    last = runs[-1] if runs else None
+                    if last and last.first + len(last.futures) == number and len(last.futures) < RUN_CHUNKS:
+                        last.futures.append(future)
+                    else:
+                        runs.append(_Run(first=number, futures=[future], deadline=deadline))
+                wanted.append((number, future))
+        return wanted, runs
+
+    def _just_arrived(self, number: int) -> Future[bytes] | None:
+        content = self._engine.recent((self.cached.name, number))
+        if content is None:
+            return None
+        future: Future[bytes] = Future()
+        future.set_result(content)
+        return future
+
+    def _start_runs(self) -> None:
+        with self._lock:
+            ready = []
+            while self._queue and self._active < DEMAND_PER_BLOB:
+                self._active += 1
+                ready.append(self._queue.popleft())
+        for run in ready:
+            try:
+                self._engine.demand.submit(self._work, run)
+            except RuntimeError:  # closed meanwhile; the clock has told those who wait
+                return
+
+    def _work(self, run: _Run) -> None:
+        try:
+            self._fetch(run)
+        finally:
+            with self._lock:
+                self._active -= 1
+            self._start_runs()
+
+    def _fetch(self, run: _Run) -> OpenDSecError | None:
+        """Complete the futures of a run, then keep what came; why some did not."""
+        chunks: dict[int, bytes] = {}
+        error: OpenDSecError | None = NodeError("nobody waits any longer")
+        try:
+            if time.monotonic() < run.deadline:
+                fetched = self._engine.source.fetch(self.data, self._table, run.first, len(run.futures))
+                chunks, error = dict(fetched.chunks), fetched.error
+        finally:
+            for number, content in chunks.items():
+                self._engine.keep((self.cached.name, number), content)
+            with self._lock:
+                for number in range(run.first, run.first + len(run.futures)):
+                    self._under_way.pop(number, None)
+            for number, future in enumerate(run.futures, run.first):
+                if number in chunks:
+                    future.set_result(chunks[number])
+                else:
+                    future.set_exception(error or NodeError("not fetched"))
+        for number, content in chunks.items():
+            try:
+                self.cached.write(number, content)
+            except OSError as failure:
+                self.failed(f"cache: {failure}")
+                break
+        return error
+
+    def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
+        """In this thread, what is neither here nor under way."""
+        absent = [n for first in numbers for n in self.cached.missing(first, 1)]
+        with self._lock:
+            absent = [number for number in absent if number not in self._under_way]
+        _, runs = self._claim(absent, time.monotonic() + self._engine.patience_s)
+        for run in runs:
+            error = self._fetch(run)
+            if error is not None:
+                return error
+        return None
+
+    def _read_ahead(self, offset: int, size: int) -> None:
+        end = offset + size
+        with self._lock:
+            streak = self._streaks.pop(offset, 0) + size
+            self._streaks[end] = streak
+            if len(self._streaks) > _STREAKS:
+                self._streaks.popitem(last=False)
+        window = min(streak // 4, LONGEST_AHEAD_BYTES)
+        if streak < STREAK_BYTES or end >= self.data.size_bytes:
+            return
+        first, count = -(-end // CHUNK_BYTES), window // CHUNK_BYTES
+        absent = self.cached.missing(first, count)
+        if len(absent) * 2 > count:
+            self.load(absent, at_once=1 + len(absent) // RUN_CHUNKS)
+
+
+def _runs(numbers: Iterable[int], count: int) -> Iterator[list[int]]:
+    """Numbers below `count` in their order, neighbours together, at most RUN_CHUNKS at once."""
+    run: list[int] = []
+    for number in numbers:
+        if not 0 <= number < count:
+            continue
+        if run and (number != run[-1] + 1 or len(run) == RUN_CHUNKS):
+            yield run
+            run = []
+        run.append(number)
+    if run:
+        yield run
+
+
+def _cut(chunks: dict[int, bytes], offset: int, size: int) -> list[memoryview]:
+    """That part of a blob out of the chunks it lies in."""
+    parts = []
+    end = offset + size
+    for number in range(offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+        start = number * CHUNK_BYTES
+        parts.append(memoryview(chunks[number])[max(0, offset - start) : end - start])
+    return parts
