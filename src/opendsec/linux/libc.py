@@ -46,6 +46,14 @@ CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
 
+FAN_CLOEXEC = 0x1
+FAN_CLASS_PRE_CONTENT = 0x8
+FAN_UNLIMITED_QUEUE = 0x10
+FAN_MARK_ADD = 0x1
+FAN_MARK_REMOVE = 0x2
+FAN_PRE_ACCESS = 0x100000
+"""linux/fanotify.h"""
+
 _FSCONFIG_SET_FLAG = 0
 _FSCONFIG_SET_STRING = 1
 _FSCONFIG_SET_FD = 5
@@ -91,6 +99,10 @@ _libc.unshare.restype = ctypes.c_int
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
+_libc.fanotify_init.argtypes = (ctypes.c_uint, ctypes.c_uint)
+_libc.fanotify_init.restype = ctypes.c_int
+_libc.fanotify_mark.argtypes = (ctypes.c_int, ctypes.c_uint, ctypes.c_uint64, ctypes.c_int, ctypes.c_char_p)
+_libc.fanotify_mark.restype = ctypes.c_int
 
 
 def _check(result: int, what: str, path: str | Path | None = None) -> int:
@@ -232,6 +244,16 @@ def mount_setattr(
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2)."""
     _check(_libc.fallocate(fd, mode, offset, length), "fallocate")
+
+
+def fanotify_init(flags: int, event_flags: int) -> int:
+    """fanotify_init(2): a new descriptor; `event_flags` are those of the descriptors in events."""
+    return _check(_libc.fanotify_init(flags, event_flags), "fanotify_init")
+
+
+def fanotify_mark(group_fd: int, flags: int, mask: int, dirfd: int, path: str | Path) -> None:
+    """fanotify_mark(2)."""
+    _check(_libc.fanotify_mark(group_fd, flags, mask, dirfd, os.fsencode(path)), "fanotify_mark", path)
 
 
 def mallopt(parameter: int, value: int) -> bool:

@@ -11,18 +11,20 @@ systems differ (EROFS images cannot lie on tmpfs or overlayfs).
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import os
 import platform
 import re
 import resource
+import select
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.linux import libc
+from opendsec.linux import fanotify, libc
 from opendsec.linux.cgroup import CgroupMounts, find_mounts
 from opendsec.linux.process import ProgramError, run_sync, send_signal, spawn
 
@@ -35,6 +37,7 @@ GOOD_DISK_MB = 4096
 _LOOP_CTL_GET_FREE = 0x4C82
 """linux/loop.h"""
 _PACKAGES = {
+    "grep": "grep",
     "ip": "iproute2",
     "mkfs.erofs": "erofs-utils",
     "mkfs.ext4": "e2fsprogs",
@@ -237,6 +240,42 @@ def _controller(name: str) -> Callable[[Path], str]:
     return ask
 
 
+def _fanotify(state_dir: Path) -> str:
+    remedy = "boot Linux 6.14 or newer and put the state directory on ext4, xfs or btrfs; or load layers by FUSE"
+    with _workplace(state_dir) as work:
+        sparse = work / "sparse"
+        sparse.write_bytes(bytes(4096))
+        try:
+            group = fanotify.open_group()
+            try:
+                fanotify.arm(group, sparse)
+                _fill_when_asked(group, sparse)
+            finally:
+                os.close(group)
+        except OSError as error:
+            raise _Missing(f"reads of files in {state_dir} cannot be asked about: {error.strerror}", remedy) from error
+    return "the kernel asks before it reads a marked file"
+
+
+def _fill_when_asked(group: int, path: Path) -> None:
+    """OSError unless a read waits for us and then sees what we wrote."""
+    pid, pidfd = spawn(Path(_program("grep")), argv=("-q", "filled", str(path)))
+    try:
+        if not select.select([group], [], [], PROGRAM_TIMEOUT_S)[0]:
+            raise OSError(errno.ENOTSUP, "it read without asking")
+        for request in fanotify.parse(os.read(group, fanotify.READ_BYTES)):
+            os.pwrite(request.fd, b"filled", request.offset)
+            fanotify.answer(group, fanotify.allow(request.fd))
+            os.close(request.fd)
+        select.select([pidfd], [], [], PROGRAM_TIMEOUT_S)
+    finally:
+        send_signal(pidfd)
+        os.close(pidfd)
+        status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status != 0:
+        raise OSError(errno.EIO, "it did not see what was filled in")
+
+
 def _loop(state_dir: Path) -> str:
     with Path("/dev/loop-control").open("rb") as control:
         number = fcntl.ioctl(control.fileno(), _LOOP_CTL_GET_FREE)
@@ -321,6 +360,7 @@ _PROBES: dict[str, Callable[[Path], str]] = {
     "overlay": _overlay,
     "idmap": _idmap,
     "erofs": _erofs,
+    "fanotify": _fanotify,
     "cgroup": _cgroup,
     "memcg": _controller("memory"),
     "pids": _controller("pids"),

@@ -63,3 +63,10 @@ def test_an_old_kernel_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_not_root_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
     assert probe("root").remedy == "run it as root"
+
+
+@pytest.mark.fanotify
+def test_nobody_is_asked_on_tmpfs() -> None:
+    answer = probe("fanotify", state_dir=Path("/dev/shm"))
+    assert not answer.ok
+    assert "ext4" in answer.remedy
