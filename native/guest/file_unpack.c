@@ -1,7 +1,8 @@
 /*
  * A tree stream made into files. The stream comes from outside: every name is checked, and every directory on the way
  * to an entry is opened with RESOLVE_BENEATH and RESOLVE_NO_SYMLINKS, so neither a name nor a link that is already there
- * leads out of PATH. Modes and times of directories are set at the end, or a read-only one could not be filled.
+ * leads out of PATH. Modes and times of directories are set at the end, or a read-only one could not be filled. Owners
+ * and attributes are set when the stream has them, and the user's rights decide whether they can be.
  */
 #include <errno.h>
 #include <fcntl.h>
@@ -10,22 +11,30 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/syscall.h>
+#include <sys/xattr.h>
 #include <unistd.h>
 
 #include "worker.h"
 
-enum { MAX_ENTRY = 64 * 1024 };
+enum { MAX_ENTRY = 64 * 1024, MAX_XATTRS = 32 };
+
+struct xattr {
+    char *name, *value;
+    size_t size;
+};
 
 struct entry {
     char *kind, *name, *link;
-    uint64_t mode, mtime_ns, size;
+    uint64_t mode, mtime_ns, size, uid, gid;
+    bool has_uid, has_gid;
+    size_t xattr_count;
+    struct xattr xattrs[MAX_XATTRS];
 };
 
 struct directory {
     struct directory *next;
-    mode_t mode;
-    struct timespec mtime;
-    char name[];
+    struct entry entry; /* its texts are in `bytes` */
+    char bytes[];
 };
 
 static const char *path;
@@ -79,6 +88,14 @@ static bool is_good_name(const char *name) {
     }
 }
 
+/* `name NUL value`. */
+static bool add_xattr(struct entry *entry, const struct field *field) {
+    size_t length = strnlen(field->data, field->length);
+    if (length == 0 || length == field->length || entry->xattr_count == MAX_XATTRS) return false;
+    entry->xattrs[entry->xattr_count++] = (struct xattr){field->data, field->data + length + 1, field->length - length - 1};
+    return true;
+}
+
 static void entry_parse(struct entry *entry, char *bytes, size_t length) {
     static char empty[1];
     struct cursor cursor = {bytes, bytes + length, false};
@@ -97,6 +114,9 @@ static void entry_parse(struct entry *entry, char *bytes, size_t length) {
         if (field.tag == TAG_MODE) field_u64(&cursor, &field, &entry->mode);
         if (field.tag == TAG_MTIME_NS) field_u64(&cursor, &field, &entry->mtime_ns);
         if (field.tag == TAG_SIZE) field_u64(&cursor, &field, &entry->size);
+        if (field.tag == TAG_UID) entry->has_uid = field_u64(&cursor, &field, &entry->uid);
+        if (field.tag == TAG_GID) entry->has_gid = field_u64(&cursor, &field, &entry->gid);
+        if (field.tag == TAG_XATTR && !add_xattr(entry, &field)) unpack_fail(E2BIG, NULL);
     }
     if (end) *end = '\0';
     if (cursor.bad || has_nul) unpack_fail(EBADMSG, NULL);
@@ -131,6 +151,22 @@ static struct timespec time_of(const struct entry *entry) {
     return (struct timespec){.tv_sec = seconds, .tv_nsec = (long)rest};
 }
 
+static uid_t owner_of(const struct entry *entry) { return entry->has_uid ? (uid_t)entry->uid : (uid_t)-1; }
+
+static gid_t group_of(const struct entry *entry) { return entry->has_gid ? (gid_t)entry->gid : (gid_t)-1; }
+
+/* Owner, then mode, which a new owner takes bits from, then attributes, which a new owner takes capabilities from. */
+static bool set_facts(int fd, const struct entry *entry) {
+    struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, time_of(entry)};
+    if ((entry->has_uid || entry->has_gid) && fchown(fd, owner_of(entry), group_of(entry)) < 0) return false;
+    if (fchmod(fd, (mode_t)entry->mode & 07777) < 0) return false;
+    for (size_t i = 0; i < entry->xattr_count; i++) {
+        const struct xattr *xattr = &entry->xattrs[i];
+        if (fsetxattr(fd, xattr->name, xattr->value, xattr->size, 0) < 0) return false;
+    }
+    return futimens(fd, times) == 0;
+}
+
 static void make_file(const struct entry *entry) {
     const char *base;
     int dir = open_parent(entry, &base), flags = O_WRONLY | O_CREAT | O_EXCL | O_NOFOLLOW | O_CLOEXEC;
@@ -149,8 +185,7 @@ static void make_file(const struct entry *entry) {
             length -= (size_t)count;
         }
     }
-    struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, time_of(entry)};
-    if (fchmod(fd, (mode_t)entry->mode & 07777) < 0 || futimens(fd, times) < 0) unpack_fail(errno, entry);
+    if (!set_facts(fd, entry)) unpack_fail(errno, entry);
     close(fd);
 }
 
@@ -160,8 +195,34 @@ static void make_link(const struct entry *entry) {
     bool made = symlinkat(entry->link, dir, base) == 0;
     if (!made && errno == EEXIST) made = unlinkat(dir, base, 0) == 0 && symlinkat(entry->link, dir, base) == 0;
     if (!made) unpack_fail(errno, entry);
+    bool owned = entry->has_uid || entry->has_gid;
+    if (owned && fchownat(dir, base, owner_of(entry), group_of(entry), AT_SYMLINK_NOFOLLOW) < 0) unpack_fail(errno, entry);
     struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, time_of(entry)};
     utimensat(dir, base, times, AT_SYMLINK_NOFOLLOW); /* not every file system keeps a link's time */
+}
+
+static char *keep(char **at, const char *bytes, size_t length) {
+    char *kept = memcpy(*at, bytes, length);
+    *at += length;
+    return kept;
+}
+
+/* What is set when all below it is there. */
+static void remember(const struct entry *entry) {
+    size_t room = strlen(entry->name) + 1;
+    for (size_t i = 0; i < entry->xattr_count; i++) room += strlen(entry->xattrs[i].name) + 1 + entry->xattrs[i].size;
+    struct directory *made = malloc(sizeof *made + room);
+    if (!made) unpack_fail(ENOMEM, entry);
+    char *at = made->bytes;
+    made->next = directories;
+    made->entry = *entry;
+    made->entry.name = keep(&at, entry->name, strlen(entry->name) + 1);
+    for (size_t i = 0; i < entry->xattr_count; i++) {
+        struct xattr *kept = &made->entry.xattrs[i];
+        kept->name = keep(&at, kept->name, strlen(kept->name) + 1);
+        kept->value = keep(&at, kept->value, kept->size);
+    }
+    directories = made;
 }
 
 static void make_directory(const struct entry *entry) {
@@ -172,21 +233,15 @@ static void make_directory(const struct entry *entry) {
         if (errno != EEXIST || fstatat(dir, base, &info, AT_SYMLINK_NOFOLLOW) < 0) unpack_fail(errno, entry);
         if (!S_ISDIR(info.st_mode) && (unlinkat(dir, base, 0) < 0 || mkdirat(dir, base, 0700) < 0)) unpack_fail(errno, entry);
     }
-    struct directory *made = malloc(sizeof *made + strlen(entry->name) + 1);
-    if (!made) unpack_fail(ENOMEM, entry);
-    *made = (struct directory){directories, (mode_t)entry->mode & 07777, time_of(entry)};
-    strcpy(made->name, entry->name);
-    directories = made;
+    remember(entry);
 }
 
 static void finish_directories(void) {
     for (struct directory *made = directories; made; made = made->next) {
         struct open_how how = {
             .flags = O_RDONLY | O_DIRECTORY | O_CLOEXEC, .resolve = RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS};
-        struct entry entry = {.name = made->name};
-        struct timespec times[2] = {{.tv_nsec = UTIME_OMIT}, made->mtime};
-        int fd = (int)syscall(SYS_openat2, root_fd, made->name, &how, sizeof how);
-        if (fd < 0 || futimens(fd, times) < 0 || fchmod(fd, made->mode) < 0) unpack_fail(errno, &entry);
+        int fd = (int)syscall(SYS_openat2, root_fd, made->entry.name, &how, sizeof how);
+        if (fd < 0 || !set_facts(fd, &made->entry)) unpack_fail(errno, &made->entry);
         close(fd);
     }
 }

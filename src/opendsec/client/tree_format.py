@@ -11,13 +11,13 @@ from opendsec.model.file import FileKind
 
 ENTRY_LENGTH = struct.Struct("<I")
 END = ENTRY_LENGTH.pack(0)
-MAX_ENTRY_BYTES = 16 * 1024
-"""A name and a link target have at most 4 KiB each."""
+MAX_ENTRY_BYTES = 64 * 1024
+"""A name and a link target have at most 4 KiB each, attributes 12 KiB."""
 _FIELD = struct.Struct("<HHI")
 _NUMBER = struct.Struct("<Q")
 _LATEST_NS = 2**62
 """The year 2116; utime(2) takes nothing much later on every file system."""
-_KIND, _NAME, _MODE, _MTIME_NS, _SIZE, _LINK = 40, 42, 33, 37, 36, 41
+_KIND, _NAME, _MODE, _MTIME_NS, _SIZE, _LINK, _UID, _GID, _XATTR = 40, 42, 33, 37, 36, 41, 38, 39, 47
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -30,6 +30,11 @@ class TreeEntry:
     mtime_ns: int = 0
     size: int = 0
     link: bytes = b""
+    uid: int | None = None
+    """None: of whoever unpacks it. Another one needs root's rights there."""
+    gid: int | None = None
+    xattrs: tuple[tuple[bytes, bytes], ...] = ()
+    """Extended attributes, capabilities among them."""
 
 
 def pack_entry(entry: TreeEntry) -> bytes:
@@ -44,13 +49,18 @@ def pack_entry(entry: TreeEntry) -> bytes:
         fields.append(_field(_SIZE, _NUMBER.pack(entry.size)))
     if entry.kind is FileKind.SYMLINK:
         fields.append(_field(_LINK, entry.link))
+    if entry.uid is not None:
+        fields.append(_field(_UID, _NUMBER.pack(entry.uid)))
+    if entry.gid is not None:
+        fields.append(_field(_GID, _NUMBER.pack(entry.gid)))
+    fields += [_field(_XATTR, name + b"\0" + value) for name, value in entry.xattrs]
     body = b"".join(fields)
     return ENTRY_LENGTH.pack(len(body)) + body
 
 
 def unpack_entry(body: bytes) -> TreeEntry:
     """The fields of one head. Raises ProtocolError when they make no sense; names are not judged here."""
-    fields = _fields(body)
+    fields, xattrs = _fields(body)
     try:
         kind = FileKind(fields[_KIND].decode("ascii"))
         name = fields[_NAME]
@@ -63,6 +73,9 @@ def unpack_entry(body: bytes) -> TreeEntry:
         mtime_ns=min(_number(fields, _MTIME_NS), _LATEST_NS),
         size=_number(fields, _SIZE),
         link=fields.get(_LINK, b""),
+        uid=_number(fields, _UID) if _UID in fields else None,
+        gid=_number(fields, _GID) if _GID in fields else None,
+        xattrs=tuple(xattrs),
     )
 
 
@@ -70,8 +83,10 @@ def _field(tag: int, data: bytes) -> bytes:
     return _FIELD.pack(tag, 0, len(data)) + data
 
 
-def _fields(body: bytes) -> dict[int, bytes]:
+def _fields(body: bytes) -> tuple[dict[int, bytes], list[tuple[bytes, bytes]]]:
+    """Fields by their number, and the one there may be many of."""
     found: dict[int, bytes] = {}
+    xattrs: list[tuple[bytes, bytes]] = []
     position = 0
     while position < len(body):
         if len(body) - position < _FIELD.size:
@@ -80,9 +95,14 @@ def _fields(body: bytes) -> dict[int, bytes]:
         position += _FIELD.size
         if zero != 0 or length > len(body) - position:
             raise ProtocolError("a tree entry has a field that does not fit")
-        found[tag] = body[position : position + length]
+        data = body[position : position + length]
         position += length
-    return found
+        if tag == _XATTR:
+            name, _, value = data.partition(b"\0")
+            xattrs.append((name, value))
+        else:
+            found[tag] = data
+    return found, xattrs
 
 
 def _number(fields: dict[int, bytes], tag: int) -> int:

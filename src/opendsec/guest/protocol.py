@@ -93,6 +93,7 @@ T_COUNT: Final = 43
 T_HOST: Final = 44
 T_PORT: Final = 45
 T_EVENT: Final = 46
+T_XATTR: Final = 47
 T_CODE: Final = 50
 T_ERRNO: Final = 51
 T_MESSAGE: Final = 52

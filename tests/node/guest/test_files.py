@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import stat
 import time
@@ -12,8 +13,10 @@ from pathlib import Path
 import pytest
 from tests.node.guest.agents import Shell, until
 
+from opendsec.client.tree_format import TreeEntry, pack_entry, unpack_entry
 from opendsec.guest.base import GuestError
 from opendsec.guest.channel import Channel
+from opendsec.model.file import FileKind
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.mark.cgroup]
 
@@ -389,3 +392,38 @@ async def test_unpacking_never_follows_a_link_on_the_way(channel: Channel, place
     for bad in (entry("fifo", "f"), entry("char_device", "c"), b"\xff\xff\xff\x7f", b"\x08\0\0\0garbage!"):
         with pytest.raises(GuestError):
             await channel.unpack(f"{place}/in", pieces(bad + bytes(4)))
+
+
+async def test_owners_and_attributes_go_both_ways(channel: Channel, place: Path) -> None:
+    source = place / "source"
+    (source / "d").mkdir(parents=True)
+    (source / "d" / "f").write_bytes(b"f")
+    (source / "link").symlink_to("d")
+    os.setxattr(source / "d" / "f", "user.note", b"\0n\xff")
+    os.setxattr(source / "d", "user.dir", b"")
+    for path in (source / "d" / "f", source / "d", source / "link"):
+        os.chown(path, 70_001, 70_002, follow_symlinks=False)
+    (source / "d" / "f").chmod(0o6751)
+    (source / "d").chmod(0o3750)
+    await channel.unpack(f"{place}/target", pieces(await tree(channel, source)))
+    for name in ("d/f", "d", "link"):
+        before, after = os.lstat(source / name), os.lstat(place / "target" / name)
+        assert (before.st_uid, before.st_gid, before.st_mode) == (after.st_uid, after.st_gid, after.st_mode)
+    assert os.getxattr(place / "target" / "d" / "f", "user.note") == b"\0n\xff"
+    assert os.listxattr(place / "target" / "d") == ["user.dir"]
+
+
+async def test_one_file_is_a_stream_of_one_entry_without_a_name(channel: Channel, place: Path) -> None:
+    (place / "file").write_bytes(b"content")
+    (place / "link").symlink_to("file")
+    stream = await tree(channel, place / "link")
+    head = int.from_bytes(stream[:4], "little")
+    assert stream[4 + head :] == b"content" + bytes(4)
+    assert unpack_entry(stream[4 : 4 + head]).name == b""
+
+
+async def test_only_root_gives_files_away(channel: Channel, place: Path) -> None:
+    named = pack_entry(TreeEntry(kind=FileKind.FILE, name=b"x", mode=0o644, uid=0, gid=0)) + bytes(4)
+    with pytest.raises(GuestError) as raised:
+        await channel.unpack(str(place), pieces(named), user="70003:70003")
+    assert raised.value.errno == errno.EPERM

@@ -7,7 +7,7 @@ Methods raise FileError (with `detail["errno"]`, such as ENOENT) for what the sa
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 from typing import TypeVar
 
@@ -19,7 +19,7 @@ from opendsec.client.retrying import may_repeat
 from opendsec.client.tree_unpack import DownloadedTree, TreeLimits
 from opendsec.errors import FileError, InvalidSpecError, OpenDSecError, ProtocolError
 from opendsec.model.file import FileEvent, FileStat
-from opendsec.wire.contracts import Empty, FileList, FileRequest, TreeStatus
+from opendsec.wire.contracts import TREE_MEDIA_TYPE, Empty, FileList, FileRequest, TreeStatus
 
 _T = TypeVar("_T")
 
@@ -164,6 +164,27 @@ class Files:
         if (self.stat(path, user=user)).kind == "directory":
             return self._transfer.download_tree(path, local, user=user, limits=limits, progress=progress)
         return self._transfer.download_file(path, local, user=user, limits=limits, progress=progress)
+
+    def read_tree(self, path: str, *, user: str | None = None) -> Generator[bytes, None, None]:
+        """What is below a directory, or one file, as a tree stream (docs/reference/guest-protocol.md) with owners and
+        attributes. Sockets, FIFOs and devices are not in it. Close the iterator (`contextlib.closing`).
+        """
+        body = self._transport.open(
+            "GET", self._target("tree", {"path": path, "user": user}), silence_s=self._transport.timeout_s
+        )
+        try:
+            if not body.announces_end:
+                raise ProtocolError("the server sends a tree without saying where it ends")
+            while data := body.read(silence_s=self._transport.timeout_s):
+                yield data
+        finally:
+            body.close()
+
+    def write_tree(self, path: str, stream: Callable[[], Content], *, user: str | None = None) -> TreeStatus:
+        """Unpack a tree stream below the directory `path`, which is made if missing. `stream` is called again when the
+        connection breaks. Owners other than the user's own need root."""
+        where = self._target("tree", {"path": path, "user": user})
+        return self._transport.upload(where, TreeStatus, stream, headers={"Content-Type": TREE_MEDIA_TYPE})
 
     def _open(self, path: str, offset: int, length: int | None, user: str | None) -> Body:
         if offset < 0 or (length is not None and length < 0):
