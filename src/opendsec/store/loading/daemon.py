@@ -71,13 +71,18 @@ class Daemon:
         attached: Path,
         patience_s: float,
         record: bool = True,
+        kernel_reads_cache: bool = False,
     ) -> None:
-        """`local`: a directory of this node for tables and profiles; `attached`: one that a reboot empties."""
+        """`local`: a directory of this node for tables and profiles; `attached`: one that a reboot empties.
+
+        `kernel_reads_cache`: a read is answered once its chunks are in the cached file, from where they never go.
+        """
         self._source = source
         self._cache = cache
         self._local = DirectoryFiles(local)
         self._attached = attached
         self._record = record
+        self._kernel_reads_cache = kernel_reads_cache
         self._engine = Engine(source, patience_s=patience_s)
         self._served: dict[int, Served] = {}
         self._turns: dict[str, threading.Lock] = {}
@@ -192,10 +197,15 @@ class Daemon:
 
     def _serve(self, layer: Layer, data: Blob, file: File) -> Served:
         table = self._table(data)
-        cached = self._cache.open(data, table)
+        cached = self._cache.open(data, table, evictable=not self._kernel_reads_cache)
         holder: list[Served] = []
         reader = BlobReader(
-            self._engine, data, table, cached, touched=lambda numbers: holder[0].touched(numbers) if holder else None
+            self._engine,
+            data,
+            table,
+            cached,
+            touched=lambda numbers: holder[0].touched(numbers) if holder else None,
+            must_keep=self._kernel_reads_cache,
         )
         served = Served(layer=layer, file=file, reader=reader)
         holder.append(served)

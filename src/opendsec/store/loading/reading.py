@@ -159,10 +159,20 @@ class _Run:
 
 
 class BlobReader:
-    """Reads of one blob. `touched` is told which chunks the kernel asked for. Threads may share it."""
+    """Reads of one blob. `touched` is told which chunks the kernel asked for. Threads may share it.
+
+    `must_keep`: the kernel reads the cached file itself, so a chunk that could not be written there was not got.
+    """
 
     def __init__(
-        self, engine: Engine, data: Blob, table: bytes, cached: CachedBlob, *, touched: Callable[[Sequence[int]], None]
+        self,
+        engine: Engine,
+        data: Blob,
+        table: bytes,
+        cached: CachedBlob,
+        *,
+        touched: Callable[[Sequence[int]], None],
+        must_keep: bool = False,
     ) -> None:
         self.data = data
         self.cached = cached
@@ -172,6 +182,7 @@ class BlobReader:
         self._engine = engine
         self._table = table
         self._touched = touched
+        self._must_keep = must_keep
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
         self._queue: deque[_Run] = deque()
@@ -303,6 +314,8 @@ class BlobReader:
             if time.monotonic() < run.deadline:
                 fetched = self._engine.source.fetch(self.data, self._table, run.first, len(run.futures))
                 chunks, error = dict(fetched.chunks), fetched.error
+                if self._must_keep:
+                    chunks, error = self._written(chunks, error)
         finally:
             for number, content in chunks.items():
                 self._engine.keep((self.cached.name, number), content)
@@ -314,13 +327,27 @@ class BlobReader:
                     future.set_result(chunks[number])
                 else:
                     future.set_exception(error or NodeError("not fetched"))
-        for number, content in chunks.items():
-            try:
-                self.cached.write(number, content)
-            except OSError as failure:
-                self.failed(f"cache: {failure}")
-                break
+        if not self._must_keep:
+            self._written(chunks, error)
         return error
+
+    def _written(
+        self, chunks: dict[int, bytes], error: OpenDSecError | None
+    ) -> tuple[dict[int, bytes], OpenDSecError | None]:
+        """What of it is on this node's disk now, and why the rest is not."""
+        kept: list[int] = []
+        why = "no room"
+        try:
+            for number, content in chunks.items():
+                if not self.cached.write(number, content):
+                    break
+                kept.append(number)
+        except OSError as problem:
+            why = str(problem)
+            self.failed(f"cache: {why}")
+        if len(kept) < len(chunks):
+            error = error or NodeError(f"data of {self.data.digest} cannot be kept on this node: {why}")
+        return {number: chunks[number] for number in kept}, error
 
     def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
         """In this thread, what is neither here nor under way."""
