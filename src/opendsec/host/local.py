@@ -2,7 +2,7 @@
 
 <run>/up.lock            held by whoever runs or changes the platform
 <run>/up.json            with which settings it was started, mode 0600
-<run>/<process>.pid      pid and start time of supervisor, apiserver and edge: a pid in another life is never signalled
+<run>/<process>.pid      pid and start time of each process: a pid in another life is never signalled
 <run>/local.json         address and key for SDK and CLI on this machine, mode 0600
 <state>/log/opendsec.log what the processes of `up -d` say; `opendsec.log.1` what they said before
 """
@@ -29,6 +29,8 @@ _OF_CALLER = frozenset({"OPENDSEC_API_URL", "OPENDSEC_API_KEY", "OPENDSEC_LOG_LE
 SUPERVISOR = "supervisor"
 APISERVER = "apiserver"
 EDGE = "edge"
+LOADER = "loader"
+"""Only where layers are read through a process of ours."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,9 +11,12 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-from opendsec.host.local import Local
+from opendsec.host.local import LOADER, Local
 from opendsec.linux.process import ProcessIdentity, open_process, reap, send_signal, wait_ended
 from opendsec.linux.process import spawn as spawn_program
+
+_MODULES = {LOADER: "opendsec.host.loader"}
+"""Where it is not `opendsec.<name>`."""
 
 GRACE_S = 15.0
 """Between SIGTERM and SIGKILL."""
@@ -23,11 +26,19 @@ _START = 'echo "$$ $(cut -d" " -f22 /proc/$$/stat)" > "$1.new" && mv "$1.new" "$
 
 
 def spawn(local: Local, name: str, environment: Mapping[str, str]) -> tuple[int, int]:
-    """Start `python -m opendsec.<name>` in a session of its own: a Ctrl-C at the terminal is the supervisor's business.
+    """Start the module of that process in a session of its own: a Ctrl-C at the terminal is the supervisor's business.
 
     Returns pid and pidfd. Output goes where ours goes.
     """
-    words = ["-c", _START, "sh", str(local.pid_file(name)), sys.executable, "-m", f"opendsec.{name}"]
+    words = [
+        "-c",
+        _START,
+        "sh",
+        str(local.pid_file(name)),
+        sys.executable,
+        "-m",
+        _MODULES.get(name, f"opendsec.{name}"),
+    ]
     return spawn_program(Path("/bin/sh"), argv=words, env=local.environment(environment))
 
 

@@ -18,12 +18,14 @@ from pathlib import Path
 from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.host import processes
-from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local
+from opendsec.host.local import APISERVER, EDGE, LOADER, SUPERVISOR, Local
 from opendsec.linux.mount import mountinfo, unmount
 from opendsec.model.node import SandboxStatus
 from opendsec.server.runner import Address
 from opendsec.store.layout import Layout
 from opendsec.store.leases import Leases
+from opendsec.store.loading.fuse import DATA, SOCKET
+from opendsec.store.loading.sources import is_remote
 from opendsec.store.location import store_directory
 from opendsec.store.mounts import unmount_layers
 from opendsec.wire import codec
@@ -68,6 +70,7 @@ async def stop_platform(
     edge_files = local.run_dir / "edge" / local.edge
     if edge_files.is_dir():
         await asyncio.to_thread(_remove_edge_files, edge_files)
+    ended += await processes.end(local, LOADER)
     clear_run_files(local)
     return Stopped(sandboxes=stopping.ended, processes=ended, layers=layers)
 
@@ -151,9 +154,10 @@ def _unmount_layers(local: Local) -> int:
     if not root.is_dir():
         return 0
     count = unmount_layers(root)
-    with contextlib.suppress(OSError):  # the store cannot be reached: the lease ends by itself
-        store = store_directory(local.settings.get("OPENDSEC_STORE", ""), local.state_dir)
-        Leases(Layout(store), root).drop_all()
+    address = local.settings.get("OPENDSEC_STORE", "")
+    if not is_remote(address):
+        with contextlib.suppress(OSError):  # the store cannot be reached: the lease ends by itself
+            Leases(Layout(store_directory(address, local.state_dir)), root).drop_all()
     for left in root.iterdir():
         left.unlink()  # its lock file
     root.rmdir()
@@ -173,11 +177,12 @@ def clear_run_files(local: Local) -> None:
     The lock must be held.
     """
     ours = [local.local_json, local.edge_socket, local.run_dir / "up.json", local.run_dir / "up.lock"]
-    ours += [local.pid_file(name) for name in (SUPERVISOR, APISERVER, EDGE)]
+    ours += [local.pid_file(name) for name in (SUPERVISOR, APISERVER, EDGE, LOADER)]
+    ours += [local.run_dir / SOCKET, *(local.run_dir / "loader").glob("*")]
     if local.address.path is not None:
         ours.append(local.address.path)
     for path in ours:
         path.unlink(missing_ok=True)
-    for folder in (local.run_dir / "sbx", local.run_dir / "edge", local.run_dir):
+    for folder in (*(local.run_dir / name for name in ("sbx", "edge", "loader", DATA)), local.run_dir):
         with contextlib.suppress(OSError):
             folder.rmdir()  # not empty: somebody else's things are in it

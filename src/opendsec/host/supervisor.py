@@ -1,5 +1,5 @@
-"""Runs apiserver and edge on this machine and starts again what dies. `python -m opendsec.host.supervisor` is what
-`up -d` leaves behind.
+"""Runs apiserver, edge and, where layers are read through one, the loader on this machine; starts again what dies.
+`python -m opendsec.host.supervisor` is what `up -d` leaves behind.
 
 It holds no state: killed with -9, its children go on, and the next `up` or `down` finds them by their pid files.
 SIGTERM and SIGINT stop the whole platform as `opendsec down` does; SIGUSR1 makes it let go of its children and end,
@@ -23,13 +23,15 @@ from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.host import log_file, processes
 from opendsec.host.keys import ensure_local_key
-from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local, chosen, lock, remember, write_private
+from opendsec.host.local import APISERVER, EDGE, LOADER, SUPERVISOR, Local, chosen, lock, remember, write_private
 from opendsec.host.stopping import Stopped, clear_run_files, may_have_sandboxes, stop_platform
 from opendsec.linux.process import identify, reap, wait_ended
 from opendsec.model.node import NodeReport
 from opendsec.server.logs import configure
 from opendsec.server.runner import Address, listen, run
 from opendsec.server.streams import first_failure
+from opendsec.store.loading.base import LoaderKind
+from opendsec.store.loading.settings import read_loading
 from opendsec.wire import codec
 
 log = logging.getLogger("opendsec.supervisor")
@@ -76,6 +78,9 @@ class Supervisor:
 
     async def _run_once(self, name: str) -> int | str | None:
         """How it ended, or why the machine could not start it just now (a burst of processes can fill it)."""
+        if name == LOADER and (running := processes.find(self.local, name)) is not None:
+            await self._watch_loader(running)
+            return None
         try:
             pid, pidfd = processes.spawn(self.local, name, self.environment)
         except OSError as exc:
@@ -86,6 +91,13 @@ class Supervisor:
         finally:
             os.close(pidfd)
         return reap(pid)
+
+    async def _watch_loader(self, pidfd: int) -> None:
+        """One that an earlier supervisor started: sandboxes read their files through it, so it is left as it is."""
+        try:
+            await wait_ended(pidfd)
+        finally:
+            os.close(pidfd)
 
     async def announce(self, key: str, on_ready: Callable[[NodeReport], None]) -> None:
         """Wait until both answer, then say so. Raises NotReadyError."""
@@ -100,7 +112,7 @@ class Supervisor:
         """Until a signal comes. The processes stay as they are then."""
         try:
             async with asyncio.TaskGroup() as group:
-                for name in (EDGE, APISERVER):
+                for name in (*self._loaders(), EDGE, APISERVER):
                     group.create_task(self.keep(name))
                 group.create_task(self.announce(key, on_ready))
                 group.create_task(log_file.keep_small(self.local.log_file))
@@ -110,6 +122,10 @@ class Supervisor:
             failure = first_failure(failures)
             if not isinstance(failure, _Told):
                 raise failure from None
+
+    def _loaders(self) -> tuple[str, ...]:
+        settings = read_loading(self.local.environment(self.environment), state_dir=self.local.state_dir)
+        return (LOADER,) if settings.kind is LoaderKind.FUSE else ()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -191,7 +207,7 @@ async def supervise(
                 await supervisor.run(key, on_ready)
             except BaseException:
                 if not supervisor.ready:
-                    for name in (APISERVER, EDGE):
+                    for name in (APISERVER, EDGE, *(() if others else (LOADER,))):
                         await processes.end(local, name)
                 if not (supervisor.ready or others):
                     clear_run_files(local)  # otherwise sandboxes may live, and are found again by them

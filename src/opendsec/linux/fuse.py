@@ -151,7 +151,12 @@ def serve(fd: int, files: Files) -> None:
         _, opcode, unique, node, *_ = _IN.unpack_from(message)
         if opcode in (_FORGET, _BATCH_FORGET, _INTERRUPT):
             continue  # these want no answer
-        _dispatch(files, opcode, node, message[_IN.size :], Reply(fd, unique))
+        reply = Reply(fd, unique)
+        try:
+            _dispatch(files, opcode, node, message[_IN.size :], reply)
+        except BaseException:
+            reply.fail(errno.EIO)  # nobody else would ever answer
+            raise
 
 
 def _dispatch(files: Files, opcode: int, node: int, body: bytes, reply: Reply) -> None:

@@ -3,6 +3,7 @@
     <mount root>/<hex digest>/       one layer, with `directio` where the kernel has it
     <mount root>/.<hex digest>       held while that layer is mounted, so a slow one holds up nobody else
     <mount root>/.<hex digest>.of    which life of its loader the mounted layer is read from, when that can end
+    <mount root>/.lease              held while the lease on the store is written
     <mount root>/.lock               shared by whoever mounts, held alone by whoever unmounts
 
 Once per node, because a second mount of the same file caches everything twice. Any process may ask at any time: who
@@ -38,6 +39,7 @@ from opendsec.store.manifest import hex_of
 
 _EROFS = "erofs"
 _LOCK = ".lock"
+_LEASE_LOCK = ".lease"
 _LOCK_POLL_S = 0.02
 WAIT_S = 60.0
 """For somebody else who mounts the same layer, or unmounts all."""
@@ -68,7 +70,7 @@ class LayerMounts:
 
     def __enter__(self) -> Self:
         if self._leases is not None:
-            with _locked(self._root, time.monotonic() + self._wait_s, alone=False) as root:
+            with _locked(self._root, time.monotonic() + self._wait_s, alone=True) as root:
                 self._leases.keep_only(f"sha256:{Path(entry.target).name}" for entry in _layers_below(root))
         return self
 
@@ -131,7 +133,8 @@ class LayerMounts:
     def _mount_once(self, layer: Layer, target: Path) -> str:
         """What the mount depends on; see LayerFiles.generation."""
         if self._leases is not None:
-            self._leases.take(layer)  # before the loader looks for it
+            with _held(target.with_name(_LEASE_LOCK), time.monotonic() + self._wait_s, alone=True):
+                self._leases.take(layer)  # before the loader looks for it
         files = self._loader.attach(layer)
         record = target.with_name(f".{target.name}.of")
         present = mounted_at(target)
@@ -203,7 +206,7 @@ def _held(path: Path, end: float, *, alone: bool) -> Iterator[None]:
 
 
 def _too_long(lock: Path) -> NodeError:
-    what = "all layers are" if lock.name == _LOCK else f"layer {lock.name.lstrip('.')} is"
+    what = "layers are" if lock.name in (_LOCK, _LEASE_LOCK) else f"layer {lock.name.lstrip('.')} is"
     return NodeError(
         f"{what} still being mounted or unmounted by somebody else",
         detail={"path": str(lock)},

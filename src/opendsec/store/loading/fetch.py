@@ -79,6 +79,16 @@ class ChunkSource:
 
         return self._again(attempt, what=f"the chunk table of {data.digest}")
 
+    def small(self, name: str, *, most: int) -> bytes:
+        """A file nothing is known about but its name; not checked. FileNotFoundError, NodeError."""
+        return self._again(
+            lambda: self._counted(lambda: self.files.read_whole(name, most=most)), what=name, mapped=False
+        )
+
+    def listed(self, folder: str) -> list[str] | None:
+        """The names in a folder; None when this kind of store cannot tell. NodeError."""
+        return self._again(lambda: self.files.listed(folder), what=folder)
+
     def metadata(self, blob: Blob, target: Path) -> None:
         """Write a whole blob to a new file that must not exist, checked; on an error what is there is no good.
 
@@ -137,7 +147,7 @@ class ChunkSource:
                 self.counts.bytes_read += len(content)
         return content
 
-    def _again(self, attempt: Callable[[], _T], *, what: str) -> _T:
+    def _again(self, attempt: Callable[[], _T], *, what: str, mapped: bool = True) -> _T:
         """Call until it works, or there is no point, or no time, in trying again."""
         end = self.clock() + self.patience_s
         pause, wrong = FIRST_PAUSE_S, 0
@@ -145,6 +155,8 @@ class ChunkSource:
             try:
                 return attempt()
             except FileNotFoundError as error:
+                if not mapped:
+                    raise
                 raise ImageInvalidError(
                     f"{what} is not in the store {self.files.address}", detail={"store": self.files.address}
                 ) from error

@@ -28,7 +28,8 @@ from opendsec.store.manifest import hex_of
 ATTACH_S = 45.0
 RETURNS_S = 20.0
 """How long a start waits for a loader that died to be started again."""
-PID_FILE = "loader.pid"
+SERVING = "loader/serving"
+"""Pid, start time and token of the guardian that has mounted <run>/data."""
 SOCKET = "loader.sock"
 DATA = "data"
 
@@ -45,7 +46,7 @@ class FuseLoader(Loader):
         self._returns_s = returns_s
         self._lock = threading.Lock()
         self._pidfd = -1
-        self._device = ""
+        self._token = ""
 
     @property
     def generation(self) -> str:
@@ -53,10 +54,10 @@ class FuseLoader(Loader):
         with self._lock:
             if self._pidfd >= 0 and has_ended(self._pidfd):
                 os.close(self._pidfd)
-                self._pidfd, self._device = -1, ""
+                self._pidfd, self._token = -1, ""
             if self._pidfd < 0:
                 self._find_process()
-            return self._device
+            return self._token
 
     def attach(self, layer: Layer) -> LayerFiles:
         meta = fetched_metadata(self._source, layer.mounted, self._copies)
@@ -73,7 +74,7 @@ class FuseLoader(Loader):
         with self._lock:
             if self._pidfd >= 0:
                 os.close(self._pidfd)
-            self._pidfd, self._device = -1, ""
+            self._pidfd, self._token = -1, ""
         self._source.close()
 
     def _wait_for_process(self) -> str:
@@ -85,27 +86,19 @@ class FuseLoader(Loader):
             waited.wait(0.1)
         raise NodeError(
             "no loader runs on this node, so layers cannot be read",
-            detail={"path": str(self._run_dir / PID_FILE)},
+            detail={"path": str(self._run_dir / SERVING)},
             remedy="`opendsec up` starts it; without, run `python -m opendsec.host.loader`",
             retryable=True,
         )
 
     def _find_process(self) -> None:
         try:
-            words = (self._run_dir / PID_FILE).read_text(encoding="ascii").split()
-            pidfd = open_process(ProcessIdentity(int(words[0]), int(words[1])))
-            if pidfd is None:
-                return
-        except (FileNotFoundError, ValueError, IndexError):
-            return
-        try:
-            device = (self._run_dir / DATA).stat().st_dev
-            if device == self._run_dir.stat().st_dev:
-                raise FileNotFoundError  # it has not mounted anything yet
-        except OSError:
-            os.close(pidfd)
-            return
-        self._pidfd, self._device = pidfd, str(device)
+            pid, ticks, token = (self._run_dir / SERVING).read_text(encoding="ascii").split()
+        except (FileNotFoundError, ValueError):
+            return  # there is none, or it is writing this at the moment
+        pidfd = open_process(ProcessIdentity(int(pid), int(ticks)))
+        if pidfd is not None:
+            self._pidfd, self._token = pidfd, token
 
 
 def fetched_metadata(source: ChunkSource, blob: Blob, copies: Path) -> Path:

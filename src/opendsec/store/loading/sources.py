@@ -83,6 +83,10 @@ class StoreFiles(ABC):
         """A whole file of at most so many bytes. OSError, EFBIG when it is larger."""
 
     @abstractmethod
+    def listed(self, folder: str) -> list[str] | None:
+        """The names in a folder, in any order; none when it is not there. None: this store cannot tell. OSError."""
+
+    @abstractmethod
     def write(self, name: str, content: bytes) -> None:
         """Put a small file there, whole or not at all, replacing what was there. OSError."""
 
@@ -111,6 +115,12 @@ class DirectoryFiles(StoreFiles):
         with (self.root / name).open("rb") as file:
             content = file.read(most + 1)
         return _at_most(content, most, name)
+
+    def listed(self, folder: str) -> list[str] | None:
+        try:
+            return [path.name for path in (self.root / folder).iterdir()]
+        except FileNotFoundError:
+            return []
 
     def write(self, name: str, content: bytes) -> None:
         target = self.root / name
@@ -178,6 +188,18 @@ class ObjectFiles(StoreFiles):
         except (BaseError, OSError) as error:
             raise _as_os_error(error, name) from error
         return _at_most(b"".join(pieces), most, name)
+
+    def listed(self, folder: str) -> list[str] | None:
+        from obstore import list_with_delimiter
+        from obstore.exceptions import BaseError
+
+        if not self.address.startswith("s3://"):
+            return None
+        try:
+            found = list_with_delimiter(self._store, folder)["objects"]
+        except (BaseError, OSError) as error:
+            raise _as_os_error(error, folder) from error
+        return [str(one["path"]).rpartition("/")[2] for one in found]
 
     def write(self, name: str, content: bytes) -> None:
         from obstore import put
