@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from opendsec.client._async.process import ProcessInput as ProcessInput
     from opendsec.client._async.process import ProcessOutput as ProcessOutput
     from opendsec.client._async.sandbox import Sandbox as Sandbox
+    from opendsec.client.packed import PackedImage as PackedImage
     from opendsec.client.progress import TransferProgress as TransferProgress
     from opendsec.client.results import ShellResult as ShellResult
     from opendsec.client.run_args import DSecContainerRunArgs as DSecContainerRunArgs
@@ -75,6 +76,8 @@ if TYPE_CHECKING:
     from opendsec.model.spec import Lifetime as Lifetime
     from opendsec.model.spec import Resources as Resources
     from opendsec.model.spec import SandboxSpec as SandboxSpec
+    from opendsec.wire.contracts import PackEvent as PackEvent
+    from opendsec.wire.contracts import PackResult as PackResult
     from opendsec.wire.contracts import TreeStatus as TreeStatus
 
 __all__ = [
@@ -117,6 +120,9 @@ __all__ = [
     "NodeError",
     "NotFoundError",
     "OpenDSecError",
+    "PackEvent",
+    "PackResult",
+    "PackedImage",
     "Process",
     "ProcessInput",
     "ProcessOutput",
@@ -159,6 +165,7 @@ _PLACES = {
         "ProcessOutput",
     ),
     "opendsec.client._async.sandbox": ("Sandbox",),
+    "opendsec.client.packed": ("PackedImage",),
     "opendsec.client.progress": ("TransferProgress",),
     "opendsec.client.results": ("ShellResult",),
     "opendsec.client.run_args": ("DSecContainerRunArgs",),
@@ -226,7 +233,7 @@ _PLACES = {
         "Resources",
         "SandboxSpec",
     ),
-    "opendsec.wire.contracts": ("TreeStatus",),
+    "opendsec.wire.contracts": ("PackEvent", "PackResult", "TreeStatus"),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 

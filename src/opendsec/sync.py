@@ -10,6 +10,7 @@ from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
 from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client.packed import PackedImage
 from opendsec.client.progress import TransferProgress
 from opendsec.client.results import ShellResult
 from opendsec.client.run_args import DSecContainerRunArgs
@@ -55,7 +56,7 @@ from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
 from opendsec.model.image import Image
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
-from opendsec.wire.contracts import TreeStatus
+from opendsec.wire.contracts import PackEvent, PackResult, TreeStatus
 
 __all__ = [
     "BackendKind",
@@ -97,6 +98,9 @@ __all__ = [
     "NodeError",
     "NotFoundError",
     "OpenDSecError",
+    "PackEvent",
+    "PackResult",
+    "PackedImage",
     "Process",
     "ProcessInput",
     "ProcessOutput",

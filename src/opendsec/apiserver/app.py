@@ -17,7 +17,7 @@ from opendsec.apiserver.creations import Creations
 from opendsec.apiserver.database import open_database
 from opendsec.apiserver.edges import Edges
 from opendsec.apiserver.forward import Forward
-from opendsec.apiserver.iam import Iam
+from opendsec.apiserver.iam import RIGHTS, Iam
 from opendsec.apiserver.link import PATIENCE_S, EdgeLink
 from opendsec.apiserver.listing import Listing
 from opendsec.apiserver.reclaim import Reclaimer
@@ -40,6 +40,10 @@ def _project_of(scope: Scope) -> str:
     return str(principal(scope).project)
 
 
+def _rights_of(scope: Scope) -> tuple[str, ...]:
+    return tuple(sorted(RIGHTS[principal(scope).role]))
+
+
 @contextlib.asynccontextmanager
 async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> AsyncIterator[ASGIApp]:
     """The ASGI app of an apiserver, with what it needs open around it."""
@@ -60,7 +64,7 @@ async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> As
         batches=Batches(edges, creations, reclaimer),
         listing=Listing(edges),
     )
-    forward = Forward(edges.links, project_of=_project_of)
+    forward = Forward(edges.links, project_of=_project_of, rights_of=_rights_of)
     with contextlib.closing(storage), contextlib.closing(edges):
         async with asyncio.TaskGroup() as group:
             reclaiming = group.create_task(reclaimer.run())

@@ -55,6 +55,14 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(method="POST", path=_ID + "/resume", summary="Go on after a pause", answer=SandboxStatus),
     Endpoint(
         method="POST",
+        path=_ID + "/pack",
+        summary="Make an image of what it has written (role builder): NDJSON of PackEvent",
+        body=wire.PackRequest,
+        answer=bytes,
+        media_type=wire.NDJSON_MEDIA_TYPE,
+    ),
+    Endpoint(
+        method="POST",
         path=_ID + "/commands",
         summary="Run a command: an exec stream, or with detach=true its status (201)",
         body=ExecRequest,

@@ -1,7 +1,7 @@
 """The data path: a sandbox id names its edge, bytes go there and back. No content is looked at, nothing is kept.
 
 Method, path, query, headers and bodies pass byte for byte, except what belongs to one hop (connection headers, the
-key, the project).
+key, the project, the caller's rights).
 Bodies flow at the pace of the slower side with bounded memory. A client that leaves ends the request at the edge at
 once. An edge that dies before it answered gives a typed error; one that dies later cuts the connection to the client,
 so half is never taken for whole.
@@ -10,7 +10,7 @@ so half is never taken for whole.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any
 
 from opendsec import errors
@@ -19,6 +19,7 @@ from opendsec.apiserver.link import EdgeLink
 from opendsec.model.ids import edge_of
 from opendsec.server.asgi import ASGIApp, ClientGoneError, Message, Receive, Scope, Send, request_id
 from opendsec.server.streams import first_failure
+from opendsec.wire.contracts import HEADER_RIGHTS
 
 PREFIX = "/v1/sandboxes/"
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
@@ -28,7 +29,7 @@ _OWN_REQUEST_HEADERS = frozenset(
     {
         b"authorization", b"connection", b"content-length", b"expect", b"host", b"keep-alive", b"proxy-authorization",
         b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"x-opendsec-project",
-        b"x-request-id",
+        b"x-opendsec-rights", b"x-request-id",
     }
 )  # fmt: skip
 _OWN_ANSWER_HEADERS = frozenset(
@@ -36,14 +37,19 @@ _OWN_ANSWER_HEADERS = frozenset(
 )
 
 ProjectOf = Callable[[Scope], str]
+RightsOf = Callable[[Scope], Sequence[str]]
+_RIGHTS = HEADER_RIGHTS.lower().encode("ascii")
 
 
 class Forward:
-    """`project_of` says for which project the authenticated caller acts."""
+    """`project_of` says for which project the authenticated caller acts, `rights_of` what more its key may do there."""
 
-    def __init__(self, links: Mapping[str, EdgeLink], *, project_of: ProjectOf) -> None:
+    def __init__(
+        self, links: Mapping[str, EdgeLink], *, project_of: ProjectOf, rights_of: RightsOf = lambda _scope: ()
+    ) -> None:
         self._links = links
         self._project_of = project_of
+        self._rights_of = rights_of
 
     def route(self, scope: Scope) -> ASGIApp | None:
         """This object for everything below /v1/sandboxes/, else None."""
@@ -59,7 +65,10 @@ class Forward:
             _target(scope),
             project=self._project_of(scope),
             request_id=request_id(scope),
-            headers=[pair for pair in scope["headers"] if pair[0] not in _OWN_REQUEST_HEADERS],
+            headers=[
+                (_RIGHTS, ",".join(self._rights_of(scope)).encode("ascii")),
+                *(pair for pair in scope["headers"] if pair[0] not in _OWN_REQUEST_HEADERS),
+            ],
         )
         first = await receive()
         if first["type"] == "http.disconnect":

@@ -1,8 +1,10 @@
 """Who may do what: projects, API keys and roles.
 
 A key is `odk_` and 43 characters of 256 random bits. Only its SHA-256 is stored (a slow hash would add nothing to a
-random secret), it is shown once, when it is made. Roles: a member works inside its project; an admin also makes
-projects and keys. A deleted key stops working at once in the apiserver that deleted it and within CACHE_S elsewhere.
+random secret), it is shown once, when it is made. Roles: a runner starts and uses sandboxes of its project; a builder
+may also pack and change images; a member is both in one, as every key was before there were these two; an admin also
+makes projects and keys. A deleted key stops working at once in the apiserver that deleted it and within CACHE_S
+elsewhere.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import hashlib
 import re
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -21,6 +23,7 @@ from opendsec import errors
 from opendsec.apiserver.schema import api_keys, projects
 from opendsec.apiserver.storage import Storage
 from opendsec.model.ids import new_token
+from opendsec.wire.contracts import RIGHT_BUILD
 
 KEY_PREFIX = "odk_"
 CACHE_S = 5.0
@@ -29,11 +32,30 @@ _KEY = re.compile(KEY_PREFIX + r"[A-Za-z0-9_-]{43}\Z")
 _PROJECT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 
 
+class Right(StrEnum):
+    """What a role may allow, beyond starting and using sandboxes, which every key may."""
+
+    BUILD = RIGHT_BUILD
+    """Make, publish and change images: pack, build, push, tag, remove."""
+    ADMINISTER = "administer"
+    """Make projects and keys."""
+
+
 class Role(StrEnum):
-    """What a key may do."""
+    """Whose key it is. Sandboxes may be started and used with every one."""
 
     ADMIN = "admin"
     MEMBER = "member"
+    BUILDER = "builder"
+    RUNNER = "runner"
+
+
+RIGHTS: Mapping[Role, frozenset[Right]] = {
+    Role.ADMIN: frozenset(Right),
+    Role.MEMBER: frozenset({Right.BUILD}),
+    Role.BUILDER: frozenset({Right.BUILD}),
+    Role.RUNNER: frozenset(),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +104,19 @@ def check_project_name(name: str) -> str:
     return name
 
 
+def require_build(principal: Principal) -> None:
+    """Raises ForbiddenError unless the principal may make and change images."""
+    if Right.BUILD not in RIGHTS[principal.role]:
+        raise errors.ForbiddenError(
+            "this key may run sandboxes, and neither pack nor change images",
+            detail={"role": principal.role, "right": Right.BUILD},
+            remedy="use a key with the role builder",
+        )
+
+
 def require_admin(principal: Principal) -> None:
     """Raises ForbiddenError unless the principal is an admin."""
-    if principal.role is not Role.ADMIN:
+    if Right.ADMINISTER not in RIGHTS[principal.role]:
         raise errors.ForbiddenError(
             "this key may not administer keys and projects", detail={"role": principal.role}, remedy="use an admin key"
         )

@@ -9,10 +9,12 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from opendsec.errors import UnsupportedError
 from opendsec.guest.base import Guest
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
@@ -33,6 +35,7 @@ class Capability(StrEnum):
     PIDS_LIMIT = "pids_limit"
     DISK_LIMIT = "disk_limit"
     PAUSE = "pause"
+    PACK = "pack"
     SNAPSHOT = "snapshot"
     RECOVER = "recover"
 
@@ -82,6 +85,17 @@ class Usage:
     disk_full: bool | None = None
     """The writable layer has no room (below 64 KiB or without inodes) now."""
     cpu_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Changes:
+    """What a sandbox has written, on top of what."""
+
+    tree: Path
+    """An overlay's upper directory on this host: whiteouts are character devices 0:0, a directory that hides what is
+    below it has `trusted.overlay.opaque`, and owners are ids as inside."""
+    lower: tuple[int, ...]
+    """Descriptors of the directories of the image's layers, topmost first; they belong to the backend."""
 
 
 class Backend(ABC):
@@ -134,6 +148,16 @@ class Backend(ABC):
     @abstractmethod
     async def resume(self, handle: Handle) -> None:
         """Undo `pause`. Idempotent."""
+
+    def changes(self, handle: Handle, *, image: Image) -> AbstractAsyncContextManager[Changes]:
+        """What the sandbox has written, while it stands still: no process of it runs until the block is left.
+
+        A paused one stays paused; pause, resume and reconnect wait for the end of the block; stop and destroy do not.
+        Whoever finds a sandbox after this process died calls `resume` unless it was paused. `image` is what it was
+        started from. Raises UnsupportedError unless declared, SandboxLostError, ImageInvalidError.
+        """
+        del image
+        raise UnsupportedError(f"the {self.kind.value} backend cannot pack", sandbox_id=handle.sandbox_id)
 
     @abstractmethod
     async def snapshot(self, handle: Handle, target: Path) -> None:

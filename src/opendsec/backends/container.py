@@ -20,7 +20,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.base import Backend, Capability, Changes, Handle, Running, StartPlan, Usage
 from opendsec.backends.container_policy import HOSTNAME, Shared, host_root, launch_plan
 from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import Templates, find_resolvers
@@ -45,6 +45,7 @@ from opendsec.linux.node_number import SLOTS, NodeNumber, claim
 from opendsec.linux.probe import CONTAINER_NEEDS, Remembered
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.ids import SandboxId
+from opendsec.model.image import Image
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.mounts import LayerMounts
@@ -54,6 +55,7 @@ HELLO_TIMEOUT_S = 30.0
 GONE_TIMEOUT_S = 10.0
 ENDING_TIMEOUT_S = 1.0
 SOCKET_NAME = "agent.sock"
+UPPER = "upper"
 MAX_SOCKET_PATH = 107
 """unix(7)"""
 BACKLOG = 16
@@ -67,6 +69,7 @@ _ALWAYS = (
     Capability.PTY,
     Capability.FILES,
     Capability.PAUSE,
+    Capability.PACK,
     Capability.RECOVER,
 )
 _LIMITS = {
@@ -108,6 +111,8 @@ class ContainerBackend(Backend):
         self._driver: CgroupDriver | None = None
         self._shared: Shared | None = None
         self._guests: dict[SandboxId, Guest] = {}
+        self._still: dict[SandboxId, asyncio.Lock] = {}
+        """Held while somebody relies on a sandbox's processes running or standing still."""
         self._reasons: list[str] = []
         self._boot_id = ""
 
@@ -240,12 +245,31 @@ class ContainerBackend(Backend):
         return guest
 
     async def pause(self, handle: Handle) -> None:
-        with self._lost_when_gone(handle):
-            await self._groups.freeze(handle.sandbox_id)
+        async with self._turn(handle):
+            with self._lost_when_gone(handle):
+                await self._groups.freeze(handle.sandbox_id)
 
     async def resume(self, handle: Handle) -> None:
-        with self._lost_when_gone(handle):
-            await self._groups.thaw(handle.sandbox_id)
+        async with self._turn(handle):
+            with self._lost_when_gone(handle):
+                await self._groups.thaw(handle.sandbox_id)
+
+    @contextlib.asynccontextmanager
+    async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[Changes]:
+        """Nothing is synced: files are read through the same page cache the sandbox writes to."""
+        lower = self._layers.acquired(image)
+        if lower is None:
+            lower = await asyncio.to_thread(self._layers.acquire, image)
+        async with self._turn(handle):
+            paused = self._groups.is_frozen(handle.sandbox_id)
+            try:
+                with self._lost_when_gone(handle):
+                    await self._groups.freeze(handle.sandbox_id)
+                yield Changes(tree=Path(str(handle.data["disk"])) / UPPER, lower=lower)
+            finally:
+                if not paused:
+                    with contextlib.suppress(FileNotFoundError):
+                        await self._groups.thaw(handle.sandbox_id)
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         raise UnsupportedError("the container backend has no snapshots yet", sandbox_id=handle.sandbox_id)
@@ -273,6 +297,7 @@ class ContainerBackend(Backend):
         self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
     ) -> None:
         guest = self._guests.pop(sandbox_id, None)
+        self._still.pop(sandbox_id, None)
         self._groups.kill(sandbox_id)
         if guest is not None:
             await guest.aclose()
@@ -354,7 +379,7 @@ class ContainerBackend(Backend):
         base = plan.state_dir
         if plan.spec.resources.disk_limit_mb is not None:
             base = await make_disk(base, size_bytes=plan.spec.resources.disk_limit_mb * MIB)
-        upper, work = base / "upper", base / "work"
+        upper, work = base / UPPER, base / "work"
         for directory in (upper, work):
             directory.mkdir(mode=0o755)
         return upper, work
@@ -405,18 +430,22 @@ class ContainerBackend(Backend):
         except TimeoutError as error:
             raise BackendUnavailableError(str(error), sandbox_id=handle.sandbox_id) from error
 
+    def _turn(self, handle: Handle) -> asyncio.Lock:
+        return self._still.setdefault(handle.sandbox_id, asyncio.Lock())
+
     @contextlib.asynccontextmanager
     async def _awake(self, handle: Handle) -> AsyncIterator[None]:
         """A frozen agent cannot greet: thaw a paused sandbox for these milliseconds."""
-        frozen = self._groups.is_frozen(handle.sandbox_id)
-        if frozen:
-            await self._groups.thaw(handle.sandbox_id)
-        try:
-            yield
-        finally:
+        async with self._turn(handle):
+            frozen = self._groups.is_frozen(handle.sandbox_id)
             if frozen:
-                with contextlib.suppress(FileNotFoundError):
-                    await self._groups.freeze(handle.sandbox_id)
+                await self._groups.thaw(handle.sandbox_id)
+            try:
+                yield
+            finally:
+                if frozen:
+                    with contextlib.suppress(FileNotFoundError):
+                        await self._groups.freeze(handle.sandbox_id)
 
     async def _shut_down(self, handle: Handle, pidfd: int, grace_s: float) -> None:
         """Ask, and wait as long as asked; whether it worked is for the caller to look at."""

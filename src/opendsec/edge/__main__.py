@@ -35,6 +35,7 @@ from opendsec.backends.dummy import DummyBackend
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node, NodeSettings
+from opendsec.edge.packing import Packing
 from opendsec.edge.server import edge_app
 from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
@@ -138,7 +139,9 @@ async def main(settings: EdgeSettings) -> None:
     with LayerMounts(loader, mount_root, leases=leases) as layers, leases.beating():
         backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
         async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
-            await serve(edge_app(node, version=_version(), verify=_verify(settings)), listen(settings.listen))
+            packing = None if only_dummy else Packing(store)
+            app = edge_app(node, version=_version(), verify=_verify(settings), packing=packing)
+            await serve(app, listen(settings.listen))
 
 
 def _backend(kind: BackendKind, settings: EdgeSettings, layers: LayerMounts) -> Backend:

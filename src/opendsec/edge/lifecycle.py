@@ -12,7 +12,7 @@ cancelled and, once it
 * The first end reason stays. `stopped` is the end a user or a time limit asked for, `failed` the one nobody asked for.
 * Idle time does not pass while anything is in progress (`busy`), nor while the sandbox is creating or paused; it
 starts anew after each operation.
-* The hard limit counts from creation, whatever happens.
+* The hard limit counts from creation, whatever happens; a pack under way is let finish, so nothing is half packed.
 
 Times are seconds of one monotonic clock, chosen by the caller.
 """
@@ -54,6 +54,8 @@ class Life:
     pending: Pending = Pending.START
     busy: int = 0
     """Commands and other operations in progress."""
+    packing: int = 0
+    """Packs in progress: it may run or be paused meanwhile."""
     end_reason: SandboxEnd | None = None
     end_detail: str = ""
     ended_at: float | None = None
@@ -87,6 +89,16 @@ class WorkBegun(Event):
 @dataclass(frozen=True, slots=True)
 class WorkEnded(Event):
     """It is over."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackBegun(Event):
+    """What it has written is about to be packed. Refused unless the sandbox is running or paused."""
+
+
+@dataclass(frozen=True, slots=True)
+class PackEnded(Event):
+    """It is packed, or could not be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +204,7 @@ def ended(life: Life, reason: SandboxEnd, detail: str, at: float) -> Life:
 def idle_expires_at(life: Life) -> float | None:
     """When the idle limit ends it if nothing happens, or None while idle time does not pass."""
     limit = life.lifetime.ttl_running_stop
-    if limit is None or life.busy or life.state is not SandboxState.RUNNING:
+    if limit is None or life.busy or life.packing or life.state is not SandboxState.RUNNING:
         return None
     return life.used_at + limit
 
@@ -205,7 +217,7 @@ def max_expires_at(life: Life) -> float | None:
 
 def deadline(life: Life) -> float | None:
     """The earlier of both limits; None when there is none, or it is ending already."""
-    if life.state is SandboxState.STOPPING or life.state in ENDED_STATES:
+    if life.state is SandboxState.STOPPING or life.state in ENDED_STATES or life.packing:
         return None
     limits = [at for at in (idle_expires_at(life), max_expires_at(life)) if at is not None]
     return min(limits) if limits else None
@@ -285,6 +297,16 @@ def _work_ended(life: Life, event: WorkEnded) -> Step:
     return replace(life, busy=max(0, life.busy - 1), used_at=event.at), ()
 
 
+def _pack_begun(life: Life, event: PackBegun) -> Step:
+    if life.state is not SandboxState.PAUSED:
+        refuse_unless_running(life)
+    return replace(life, packing=life.packing + 1, used_at=event.at), ()
+
+
+def _pack_ended(life: Life, event: PackEnded) -> Step:
+    return replace(life, packing=max(0, life.packing - 1), used_at=event.at), ()
+
+
 def _used(life: Life, event: Used) -> Step:
     return replace(life, used_at=event.at), ()
 
@@ -346,6 +368,8 @@ def _perished(life: Life, event: Perished) -> Step:
 
 
 def _time_passed(life: Life, event: TimePassed) -> Step:
+    if life.packing:
+        return life, ()
     hard, idle = max_expires_at(life), idle_expires_at(life)
     if hard is not None and event.at >= hard:
         return _end(life, SandboxEnd.EXPIRED_MAX, f"lived for {life.lifetime.ttl_max_stop:g} s")
@@ -366,6 +390,8 @@ _RULES: dict[type[Event], Callable[[Life, Any], Step]] = {
     StartFailed: _start_failed,
     WorkBegun: _work_begun,
     WorkEnded: _work_ended,
+    PackBegun: _pack_begun,
+    PackEnded: _pack_ended,
     Used: _used,
     PauseRequested: _pause_requested,
     Paused: _paused,

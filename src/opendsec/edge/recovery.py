@@ -29,7 +29,7 @@ from typing import Protocol
 import msgspec
 
 from opendsec import errors
-from opendsec.backends.base import Backend, Handle, Running
+from opendsec.backends.base import Backend, Capability, Handle, Running
 from opendsec.edge import journal
 from opendsec.edge.sandbox import Parts, Places, Sandbox, is_our_own_want
 from opendsec.guest.base import GuestError, GuestLostError, KnownCommand
@@ -299,6 +299,9 @@ async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | N
     running = await backend.recover(handle)
     if running is None:
         return None
+    if not paused and Capability.PAUSE in backend.capabilities:
+        # An edge that died while it packed has left it standing still.
+        await backend.resume(handle)
     known = await running.guest.list_commands()
     if paused:
         await backend.pause(handle)

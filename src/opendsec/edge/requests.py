@@ -10,17 +10,40 @@ import hashlib
 from opendsec import errors
 from opendsec.model.ids import SandboxId, new_sandbox_id
 from opendsec.server.asgi import Scope, header
-from opendsec.wire.contracts import HEADER_IDEMPOTENCY, HEADER_PROJECT, HEADER_TIMEOUT
+from opendsec.wire.contracts import HEADER_IDEMPOTENCY, HEADER_PROJECT, HEADER_RIGHTS, HEADER_TIMEOUT
 
 DEFAULT_PROJECT = "default"
 _PROJECT = HEADER_PROJECT.lower().encode("ascii")
 _IDEMPOTENCY = HEADER_IDEMPOTENCY.lower().encode("ascii")
+_RIGHTS = HEADER_RIGHTS.lower().encode("ascii")
 _TIMEOUT = HEADER_TIMEOUT.lower().encode("ascii")
 
 
 def project_of(scope: Scope) -> str | None:
     """The project of the caller; None when the header is missing, which is the operator, who sees every project."""
     return header(scope, _PROJECT)
+
+
+def require_right(scope: Scope, right: str) -> None:
+    """Raises ForbiddenError when the apiserver has not said that the caller may. The operator may everything."""
+    if project_of(scope) is None:
+        return
+    if right not in (header(scope, _RIGHTS) or "").split(","):
+        raise errors.ForbiddenError(
+            f"this key may not {right}: it may run sandboxes, and neither pack nor change images",
+            detail={"right": right},
+            remedy="use a key with the role builder",
+        )
+
+
+def key_of(scope: Scope) -> str | None:
+    """The idempotency key of the request, or None."""
+    key = header(scope, _IDEMPOTENCY)
+    if key is not None and not 0 < len(key) <= 255:
+        raise errors.InvalidSpecError(
+            f"{HEADER_IDEMPOTENCY}: is empty or longer than 255 characters", detail={"field": HEADER_IDEMPOTENCY}
+        )
+    return key
 
 
 def timeout_of(scope: Scope) -> float | None:
@@ -35,13 +58,9 @@ def sandbox_id_for(scope: Scope, edge: str, given: SandboxId | None, *, index: i
     """
     if given is not None:
         return given
-    key = header(scope, _IDEMPOTENCY)
+    key = key_of(scope)
     if key is None:
         return new_sandbox_id(edge)
-    if not 0 < len(key) <= 255:
-        raise errors.InvalidSpecError(
-            f"{HEADER_IDEMPOTENCY}: is empty or longer than 255 characters", detail={"field": HEADER_IDEMPOTENCY}
-        )
     named = "\x00".join((project_of(scope) or DEFAULT_PROJECT, key, "" if index is None else str(index)))
     digest = hashlib.sha256(named.encode("utf-8", "surrogatepass")).digest()
     return SandboxId(f"sbx-{edge}-{base64.b32encode(digest[:10]).decode('ascii').lower()}")

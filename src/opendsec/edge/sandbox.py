@@ -47,6 +47,7 @@ RECONNECT_PAUSE_S = 0.5
 """After each, for what fails at once."""
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
+_IN_BETWEEN = frozenset({SandboxState.CREATING, SandboxState.PAUSING, SandboxState.RESUMING})
 NO_GUEST = "the sandbox has no guest agent yet"
 
 
@@ -91,6 +92,7 @@ class Sandbox:
         self.backend = backend
         self.places = places
         self.image_digest = created.image_digest
+        self.image_config = created.image_config
         self.image_layers = created.image_layers
         self.image_parts = created.image_parts
         self.created_at = created.created_at
@@ -240,6 +242,20 @@ class Sandbox:
             ) from exc
         finally:
             self.work_ended()
+
+    @contextlib.asynccontextmanager
+    async def packing(self) -> AsyncIterator[Handle]:
+        """While what it has written is being packed, running or paused: no time limit ends it meanwhile."""
+        self.require(Capability.PACK)
+        while self.life.state in _IN_BETWEEN:
+            await self._changed()
+        self.apply(lifecycle.PackBegun(time.monotonic()))
+        assert self.handle is not None
+        try:
+            yield self.handle
+        finally:
+            self.apply(lifecycle.PackEnded(time.monotonic()))
+            self._wake_waiters()
 
     async def submit(self, request: ExecRequest) -> Command:
         """Start a command, or find it by its operation id."""
@@ -421,6 +437,8 @@ class Sandbox:
                         await self._guest.wait_closed()
             await self._guest.aclose()
         await self.commands.wait_idle()
+        while self.life.packing:  # it gives up as soon as it sees that the sandbox ends
+            await self._changed()
         await self.backend.destroy(
             self.sandbox_id, self.handle, state_dir=self.places.state, run_dir=self.places.run, slot=self.slot
         )
@@ -431,7 +449,7 @@ class Sandbox:
     def _watch_guest(self, guest: Guest) -> None:
         async def watch() -> None:
             while not await _closed_within(guest, PING_EVERY_S):
-                if self.life.busy and self.life.state is SandboxState.RUNNING and not await self._answers(guest):
+                if self._may_answer() and self.life.busy and not await self._answers(guest):
                     log.warning("guest_silent", extra={"fields": {"sandbox_id": self.sandbox_id}})
                     await guest.aclose()
             await self.reconnected(guest)
@@ -440,16 +458,19 @@ class Sandbox:
 
     async def _answers(self, guest: Guest) -> bool:
         """Whether a guest that has work still speaks: a connection that is silent for ever would hold up everybody
-        who waits for that work. A paused one is excused.
+        who waits for that work. A paused one is excused, and one that stands still to be packed.
         """
         try:
             async with asyncio.timeout(PING_ANSWER_S):
                 await guest.ping()
         except TimeoutError:
-            return self.life.state is not SandboxState.RUNNING
+            return not self._may_answer()
         except (GuestLostError, GuestError):
             return True  # the end of the connection is seen by itself
         return True
+
+    def _may_answer(self) -> bool:
+        return self.life.state is SandboxState.RUNNING and not self.life.packing
 
     async def reconnected(self, lost: Guest) -> Guest | None:
         """A connection that is not `lost`; None when the sandbox is ending, which it does when there is no other."""

@@ -1,6 +1,7 @@
 """The edge's HTTP server: which request goes where (`wire.contracts` is the contract).
 
-Creates, ends, commands and files are raw ASGI; the rest are plain Litestar handlers, each decode → one call → encode.
+Creates, ends, packs, commands and files are raw ASGI; the rest are plain Litestar handlers, each decode → one call →
+encode.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from opendsec.edge.exec_routes import ExecRoutes
 from opendsec.edge.file_routes import VERBS, FileRoutes
 from opendsec.edge.life_routes import LifeRoutes
 from opendsec.edge.node import Node
+from opendsec.edge.pack_routes import PackRoutes
+from opendsec.edge.packing import Packing
 from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
@@ -30,8 +33,8 @@ _Asked = Request[Any, Any, Any]
 DEFAULT_PAGE, MAX_PAGE = 1000, 10_000
 
 
-def edge_app(node: Node, *, version: str, verify: Verify | None) -> ASGIApp:
-    """The whole server. `verify` None: behind a Unix socket."""
+def edge_app(node: Node, *, version: str, verify: Verify | None, packing: Packing | None = None) -> ASGIApp:
+    """The whole server. `verify` None: behind a Unix socket. `packing` None: nothing can be packed."""
     return make_app(
         [
             list_sandboxes,
@@ -45,7 +48,7 @@ def edge_app(node: Node, *, version: str, verify: Verify | None) -> ASGIApp:
         title="OpenDSec edge",
         version=version,
         verify=verify,
-        raw=RawPaths(node),
+        raw=RawPaths(node, packing),
         state={"node": node},
     )
 
@@ -53,8 +56,9 @@ def edge_app(node: Node, *, version: str, verify: Verify | None) -> ASGIApp:
 class RawPaths:
     """Finds the raw route of a request; None leaves it to Litestar."""
 
-    def __init__(self, node: Node) -> None:
+    def __init__(self, node: Node, packing: Packing | None = None) -> None:
         self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
+        self._packs = PackRoutes(node, packing)
         self._top: dict[tuple[str, str], ASGIApp] = {
             ("POST", "sandboxes"): self._lives.create,
             ("POST", "sandbox-batches"): self._lives.create_batch,
@@ -101,6 +105,8 @@ class RawPaths:
             elif len(parts) <= 7:
                 found = self._command.get((method, parts[6] if len(parts) == 7 else ""))
                 given.append(parts[5])
+        elif parts[4] == "pack" and len(parts) == 5 and method == "POST":
+            found = self._packs.pack
         elif parts[4] == "files" and len(parts) == 6:
             found = self._files.get((method, parts[5]))
         return None if found is None else partial(found, *given)

@@ -38,7 +38,8 @@ ORIGIN = "trusted.overlay.origin"
 """A directory that lies in one layer only shows the names of its whiteouts, though they cannot be opened, unless it has
 this attribute (ovl_get_inode in fs/overlayfs/inode.c); an empty one says that it came from nowhere in particular."""
 
-_NAME_BYTES = 254
+NAME_BYTES = 254
+"""Of one name; mkfs.erofs would cut the 255th."""
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
 
@@ -83,7 +84,7 @@ def tree_facts(tree: Path) -> TreeFacts:
     with_whiteouts: set[str] = set()
     for directory, subdirectories, names in os.walk(tree):
         for name in (*names, *subdirectories):
-            if len(os.fsencode(name)) > _NAME_BYTES:
+            if len(os.fsencode(name)) > NAME_BYTES:
                 path = os.path.relpath(Path(directory, name), tree)
                 raise ImageInvalidError(
                     f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path}
@@ -116,12 +117,15 @@ def make_erofs(
     data: Path | None = None,
     facts: TreeFacts | None = None,
     leave_out: Sequence[str] = (),
+    leave_out_regexes: Sequence[str] = (),
     on_progress: OnProgress = quietly,
 ) -> bool:
     """Write the tree below `tree` to new files. Whether there is a `data` file: not without a byte of data.
 
-    Without `data`, everything goes to `meta`. `leave_out`: paths relative to the tree that are not written, with all
-    below them. Raises DiskFullError, or ImageInvalidError with mkfs.erofs' words.
+    Without `data`, everything goes to `meta`. `facts`: of what is written, from those who have walked the tree already.
+    `leave_out`: paths relative to the tree that are not written, with all below them; `leave_out_regexes`: POSIX
+    extended ones that match such paths (all together have to fit into the arguments of one program, about 2 MB).
+    Raises DiskFullError, or ImageInvalidError with mkfs.erofs' words, and what `on_progress` raises: it ends the work.
     """
     mkfs_version()
     facts = facts or tree_facts(tree)
@@ -134,6 +138,7 @@ def make_erofs(
         "-x2",
         "--quiet",
         *(f"--exclude-path={path}" for path in leave_out),
+        *(f"--exclude-regex={regex}" for regex in leave_out_regexes),
         *((f"--chunksize={EXTENT_BYTES}", f"--blobdev={data}") if split else ()),
         str(meta),
         str(tree),

@@ -6,11 +6,11 @@ a sandbox, whose whiteouts (character devices 0:0) and opaque directories (`trus
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from opendsec.model.image import LayerRole
-from opendsec.store.erofs import make_erofs
+from opendsec.store.erofs import TreeFacts, make_erofs
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.progress import OnProgress, quietly
 
@@ -22,13 +22,26 @@ def make_layer(
     *,
     name: str = "layer",
     role: LayerRole = LayerRole.BASE,
+    facts: TreeFacts | None = None,
     leave_out: Sequence[str] = (),
+    leave_out_regexes: Sequence[str] = (),
     on_progress: OnProgress = quietly,
+    on_read: Callable[[], None] = lambda: None,
 ) -> StagedLayer:
     """The tree as a staged layer; its files begin with `name` and lie in `work`, a staging directory of the store.
 
-    `leave_out`: relative paths that are not packed. Raises DiskFullError, ImageInvalidError, HostCapabilityError.
+    `facts`, `leave_out`, `leave_out_regexes`: see `make_erofs`. `on_read` is called when the tree has been read and may
+    change again. Raises DiskFullError, ImageInvalidError, HostCapabilityError.
     """
     meta, data = work / f"{name}.meta", work / f"{name}.data"
-    split = make_erofs(meta, tree, data=data, leave_out=leave_out, on_progress=on_progress)
+    split = make_erofs(
+        meta,
+        tree,
+        data=data,
+        facts=facts,
+        leave_out=leave_out,
+        leave_out_regexes=leave_out_regexes,
+        on_progress=on_progress,
+    )
+    on_read()
     return store.stage_layer(meta, data if split else None, role=role)

@@ -21,7 +21,15 @@ from opendsec import errors
 
 T = TypeVar("T")
 
-_encoder = msgspec.json.Encoder()
+
+def _plain(value: object) -> str:
+    """Kinds of text of our own, such as a packed image's reference, travel as text."""
+    if isinstance(value, str):
+        return str(value)
+    raise NotImplementedError(f"{type(value).__name__} is no model value")
+
+
+_encoder = msgspec.json.Encoder(enc_hook=_plain)
 _SURROGATE = b"\\ud"
 _FIELD = re.compile(r"at `\$\.?([^`]*)`|unknown field `([^`]+)`|required field `([^`]+)`")
 
@@ -34,7 +42,7 @@ def encode(value: object) -> bytes:
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError:
-        return json.dumps(msgspec.to_builtins(value), separators=(",", ":")).encode("ascii")
+        return json.dumps(msgspec.to_builtins(value, enc_hook=_plain), separators=(",", ":")).encode("ascii")
 
 
 def decode(data: bytes | memoryview, kind: type[T]) -> T:
@@ -109,7 +117,7 @@ def _unknown(raw: Any, plan: _Plan, path: str) -> Iterator[str]:
 
 def to_builtins(value: object) -> Any:
     """A model value as plain dicts, lists, strings and numbers."""
-    return msgspec.to_builtins(value)
+    return msgspec.to_builtins(value, enc_hook=_plain)
 
 
 def _field(text: str) -> str:

@@ -10,6 +10,8 @@ Management (JSON)
     PATCH  /v1/sandboxes/{id}                   UpdateRequest → SandboxStatus
     DELETE /v1/sandboxes/{id}                   → SandboxStatus; idempotent, valid in every state, wins every race
     POST   /v1/sandboxes/{id}/pause | /resume   → SandboxStatus
+    POST   /v1/sandboxes/{id}/pack              PackRequest → 200, NDJSON of PackEvent; the last line has `result` or
+                                                `error`, without it the answer was cut
     GET    /v1/images                           → ImageList
     GET    /v1/node                             → NodeReport            (edge only)
     GET    /healthz                             → 200 "ok"
@@ -38,9 +40,9 @@ Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON Com
 EXEC_KEEPALIVE (empty, every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again
 with its offsets.
 
-Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates (same key and body:
-same answer; same key, other body: 409); `X-OpenDSec-Project` from the apiserver to the edge; `X-Request-Id` both ways,
-echoed; `X-OpenDSec-Timeout` in seconds on creates.
+Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates and packs (same key
+and body: same answer; same key, other body: 409); `X-OpenDSec-Project` and `X-OpenDSec-Rights` from the apiserver to
+the edge; `X-Request-Id` both ways, echoed; `X-OpenDSec-Timeout` in seconds on creates.
 Errors: codec.encode_error with the status of the class.
 """
 
@@ -52,7 +54,7 @@ from dataclasses import dataclass
 from opendsec.model.command import CommandStatus
 from opendsec.model.file import FileStat
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import Image
+from opendsec.model.image import Image, LayerRole
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import Lifetime, SandboxSpec
 
@@ -72,6 +74,10 @@ HEADER_IDEMPOTENCY = "Idempotency-Key"
 OWN_KEY_PREFIX = "auto-"
 """Keys that begin so were made up by a client for one call of its own: remembered for an hour, not for a day."""
 HEADER_PROJECT = "X-OpenDSec-Project"
+HEADER_RIGHTS = "X-OpenDSec-Rights"
+"""What the caller's key may do beyond running sandboxes, with commas between: `build`. An edge believes the apiserver;
+without this header a caller with a project has no such right."""
+RIGHT_BUILD = "build"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"
 MAX_JSON_BODY = 8 * 1024 * 1024
@@ -129,6 +135,69 @@ class UpdateRequest:
 
     lifetime: Lifetime | None = None
     labels: Mapping[str, str] | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackRequest:
+    """Make an image of what a sandbox has written on top of what it was started from."""
+
+    name: str
+    """Of the new image."""
+    role: LayerRole = LayerRole.WORKSPACE
+    """Of the new layer."""
+    alone: bool = False
+    """The image holds the new layer and nothing below it: a workspace or toolkit to lay over other images."""
+    scrub: tuple[str, ...] = ()
+    """Patterns of paths to leave out, beyond the defaults (docs/howto/pack.md)."""
+    keep: tuple[str, ...] = ()
+    """Patterns of paths that stay, whatever the other patterns say."""
+    defaults: bool = True
+    """Leave out what the default patterns match."""
+    replace: bool = False
+    """Let the name mean the new image when it means another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackResult:
+    """What a pack has made."""
+
+    image: str
+    """Reference that always means this very image: `name@sha256:…`. When nothing had changed, that of the source."""
+    name: str
+    digest: str
+    changed: bool
+    """False: nothing was left to pack, and no layer was made."""
+    layer: str = ""
+    """Digest of the new layer."""
+    layer_bytes: int = 0
+    """Of its files in the store."""
+    files: int = 0
+    """Entries packed: files, directories, links, whiteouts and all others."""
+    bytes: int = 0
+    """Content of the regular files among them."""
+    left_out: int = 0
+    """Entries the patterns kept out of the layer."""
+    left_out_paths: tuple[str, ...] = ()
+    """The first 100 of them; a directory stands for all below it."""
+    fell_back: int = 0
+    """Paths among those left out that show an older version of the source image again."""
+    fell_back_paths: tuple[str, ...] = ()
+    """The first 100 of them."""
+    frozen_ms: float = 0.0
+    """How long the sandbox's processes stood still; 0 when it was paused."""
+    duration_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackEvent:
+    """One line of a pack's answer: where it stands (at least every 10 s), or, last, how it ended."""
+
+    phase: str = ""
+    done: int = 0
+    total: int | None = None
+    result: PackResult | None = None
+    error: Mapping[str, object] | None = None
+    """codec.error_fields of the failure; nothing of it is left."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

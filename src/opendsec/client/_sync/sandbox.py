@@ -6,20 +6,25 @@ A sandbox ends when you stop it, when a `stopping()` block is left, or when one 
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from enum import Enum
 
 from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
+from opendsec.client._sync.packing import OnPack, packed
 from opendsec.client._sync.process import Process
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import last_words
+from opendsec.client.packed import PackedImage
 from opendsec.client.results import ShellResult
+from opendsec.errors import InvalidSpecError
 from opendsec.model.command import DEFAULT_OUTPUT_BYTES, PtySize
+from opendsec.model.image import LayerRole
 from opendsec.model.node import SandboxStatus
-from opendsec.model.spec import Lifetime
-from opendsec.wire.contracts import UpdateRequest
+from opendsec.model.spec import Lifetime, check_seconds
+from opendsec.wire.contracts import OWN_KEY_PREFIX, PackRequest, UpdateRequest
 
 STOP_TIMEOUT_S = 30.0
 
@@ -149,6 +154,59 @@ class Sandbox:
         change = UpdateRequest(lifetime=lifetime, labels=new_labels)
         return self._transport.call("PATCH", self._target(), SandboxStatus, value=change)
 
+    def pack_diff(
+        self,
+        name: str,
+        *,
+        role: LayerRole | str = LayerRole.WORKSPACE,
+        alone: bool = False,
+        scrub: Sequence[str] = (),
+        keep: Sequence[str] = (),
+        defaults: bool = True,
+        replace: bool = False,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+        on_progress: OnPack | None = None,
+    ) -> PackedImage:
+        """Make an image of what the sandbox has written, on top of what it was started from, and return its reference.
+
+        The sandbox, running or paused, stands still while its files are read and goes on afterwards. The reference
+        names exact content (`name@sha256:…`) and starts any number of sandboxes on any node of the platform; its
+        `details` say what was packed. When nothing has changed, no image is made: it is the source image's reference.
+
+        `role`: of the new layer: `base`, `workspace`, `toolkit`.
+        `alone`: the image holds the new layer only, to be laid over others as a workspace or toolkit.
+        `scrub`, `keep`: patterns of paths to leave out beyond the defaults, and of paths that stay whatever they match.
+        `defaults=False`: nothing is left out but what `scrub` says and the platform's own files.
+        `replace`: let the name mean the new image when it means another.
+        `timeout`: seconds; None: as long as it takes. The pack itself goes on after that, and when the calling task is
+        cancelled; the same call with the same `idempotency_key` finds it again.
+        `on_progress`: called about once a second with phase, bytes done and bytes in all.
+
+        Raises ForbiddenError (the key may not build), InvalidSpecError naming the field, ConflictError (the name is
+        taken), SandboxExitedError (it ended meanwhile; nothing was published), DiskFullError, ImageInvalidError naming
+        the entry that cannot be packed, UnsupportedError, TransportError.
+        """
+        check_seconds(timeout, "timeout")
+        request = PackRequest(
+            name=name,
+            role=_role(role),
+            alone=alone,
+            scrub=tuple(scrub),
+            keep=tuple(keep),
+            defaults=defaults,
+            replace=replace,
+        )
+        result = packed(
+            self._transport,
+            self._target("pack"),
+            request,
+            key=f"{OWN_KEY_PREFIX}{secrets.token_hex(16)}" if idempotency_key is None else idempotency_key,
+            deadline=None if timeout is None else self._transport.deadline(timeout),
+            on_progress=on_progress,
+        )
+        return PackedImage(result)
+
     def stop(self, *, timeout: float | None = None) -> SandboxStatus:
         """End the sandbox and everything in it; all its files are gone. May be repeated, in every state."""
         return self._transport.call("DELETE", self._target(), SandboxStatus, timeout_s=timeout)
@@ -167,3 +225,11 @@ class Sandbox:
 
     def _target(self, *parts: str) -> str:
         return target("sandboxes", self.id, *parts)
+
+
+def _role(text: LayerRole | str) -> LayerRole:
+    try:
+        return LayerRole(text)
+    except ValueError:
+        known = ", ".join(LayerRole)
+        raise InvalidSpecError(f"role: {text[:40]!r} is not of {known}", detail={"field": "role"}) from None

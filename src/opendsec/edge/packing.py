@@ -1,0 +1,310 @@
+"""Packing what a sandbox has written into an image, while the sandbox goes on.
+
+    turn → stand still (backend) → walk and write the layer (a thread) → go on → hash, sync, publish (the same thread)
+
+The sandbox stands still only while its files are read. Packs of one sandbox come one after the other, and few at once
+on a node, because each keeps a core busy. A pack belongs to the node, not to the request that asked for it: a client
+that leaves changes nothing, and the same request with the same idempotency key follows it or hears its result again.
+
+A sandbox that ends while it is packed ends the pack: nothing is published then. An edge that dies leaves a directory in
+the store's staging area, which the next process that opens the store removes, and a sandbox that stands still, which
+the next edge lets go on.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+
+from opendsec import errors
+from opendsec.backends.base import Changes, Handle
+from opendsec.edge import lifecycle
+from opendsec.edge.sandbox import Sandbox
+from opendsec.model.ids import SandboxId, check_image_name
+from opendsec.model.image import Image
+from opendsec.model.node import SandboxState
+from opendsec.store.below import Below
+from opendsec.store.compose import pinned, split_reference
+from opendsec.store.images import ImageStore
+from opendsec.store.packing import Selection, homes_in, pack_layer, select
+from opendsec.store.progress import Progress
+from opendsec.store.scrub import Scrub, check_patterns
+from opendsec.wire import codec
+from opendsec.wire.contracts import PackEvent, PackRequest, PackResult
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 2
+TELL_EVERY_S = 1.0
+REMEMBERED = 1000
+"""Packs whose result can be asked for again."""
+
+
+class Pack:
+    """One pack: where it stands, and how it ended."""
+
+    def __init__(self, sandbox: Sandbox, request: PackRequest) -> None:
+        self.sandbox = sandbox
+        self.request = request
+        self.given_up = False
+        self.result: PackResult | None = None
+        self.error: errors.OpenDSecError | None = None
+        self._progress = Progress(phase="waiting for its turn")
+        self._ended = asyncio.Event()
+
+    @property
+    def wanted(self) -> bool:
+        """Whether it may go on. Asked from its thread, too."""
+        return not self.given_up and self.sandbox.life.end_reason is None
+
+    def tell(self, progress: Progress) -> None:
+        """From its thread. Raises GivenUpError when there is nothing to go on for."""
+        self._progress = progress
+        if not self.wanted:
+            raise GivenUpError
+
+    def end(self, outcome: PackResult | errors.OpenDSecError) -> None:
+        """Once."""
+        if isinstance(outcome, PackResult):
+            self.result = outcome
+        else:
+            self.error = outcome
+        self._ended.set()
+
+    async def follow(self, request_id: str) -> AsyncGenerator[PackEvent]:
+        """Where it stands about once a second, then how it ended. What fails at once is raised."""
+        told = False
+        while not await self._has_ended(TELL_EVERY_S):
+            told = True
+            yield PackEvent(phase=self._progress.phase, done=self._progress.done, total=self._progress.total)
+        if self.error is None:
+            yield PackEvent(phase="packed", result=self.result)
+            return
+        if not told:
+            raise self.error
+        fields = codec.error_fields(self.error)
+        yield PackEvent(phase="failed", error={**fields, "request_id": request_id})
+
+    async def _has_ended(self, seconds: float) -> bool:
+        try:
+            async with asyncio.timeout(seconds):
+                await self._ended.wait()
+        except TimeoutError:
+            return False
+        return True
+
+
+class GivenUpError(Exception):
+    """The sandbox ends, or the edge: nothing is to be published."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Made:
+    """What the thread has made."""
+
+    image: str
+    name: str
+    digest: str
+    changed: bool
+    selection: Selection
+    layer: str = ""
+    layer_bytes: int = 0
+
+
+class Packing:
+    """All packs of one edge. `store` is where images go."""
+
+    def __init__(self, store: ImageStore, *, at_once: int = AT_ONCE) -> None:
+        self._store = store
+        self._at_once = asyncio.Semaphore(at_once)
+        self._turns: dict[SandboxId, asyncio.Lock] = {}
+        self._packs: OrderedDict[tuple[SandboxId, str], Pack] = OrderedDict()
+
+    def begin(self, sandbox: Sandbox, request: PackRequest, *, key: str | None) -> Pack:
+        """Start a pack, or find the one of this key. Raises InvalidSpecError, and ConflictError when it was another."""
+        check_request(request)
+        place = (sandbox.sandbox_id, secrets.token_hex(8) if key is None else key)
+        known = self._packs.get(place)
+        if known is not None:
+            if known.request != request:
+                raise errors.ConflictError(
+                    "the same idempotency key was used for another pack of this sandbox",
+                    remedy="use a new key for a new request",
+                )
+            return known
+        pack = self._packs[place] = Pack(sandbox, request)
+        while len(self._packs) > REMEMBERED:
+            self._packs.popitem(last=False)
+        sandbox.spawn(self._run(pack, place), "pack")
+        return pack
+
+    async def _run(self, pack: Pack, place: tuple[SandboxId, str]) -> None:
+        sandbox = pack.sandbox
+        turn = self._turns.setdefault(sandbox.sandbox_id, asyncio.Lock())
+        try:
+            async with turn, self._at_once, sandbox.packing() as handle:
+                pack.end(await self._packed(pack, handle))
+        except asyncio.CancelledError:
+            pack.end(errors.NodeError("the edge was stopped while it packed; nothing was published", retryable=True))
+            raise
+        except errors.OpenDSecError as exc:
+            pack.end(exc)
+        except OSError as exc:
+            log.warning("pack_failed", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
+            pack.end(errors.NodeError(f"the sandbox could not be packed: {exc}"))
+        finally:
+            if pack.result is None:
+                self._packs.pop(place, None)  # a repeat is a new try
+            if not sandbox.live:
+                self._turns.pop(sandbox.sandbox_id, None)
+
+    async def _packed(self, pack: Pack, handle: Handle) -> PackResult:
+        began = time.monotonic()
+        image = _source(pack.sandbox)
+        paused = pack.sandbox.state is SandboxState.PAUSED
+        try:
+            made, frozen_s = await self._while_still(pack, handle, image)
+        except GivenUpError:
+            lifecycle.refuse_unless_running(pack.sandbox.life)
+            raise errors.NodeError("the pack was given up; nothing was published", retryable=True) from None
+        now = time.monotonic()
+        return _result(made, frozen_s=0.0 if paused else frozen_s, duration_s=now - began)
+
+    async def _while_still(self, pack: Pack, handle: Handle, image: Image) -> tuple[_Made, float]:
+        """What was made, and for how long the sandbox stood still."""
+        loop = asyncio.get_running_loop()
+        read = asyncio.Event()
+        async with AsyncExitStack() as still:
+            began = time.monotonic()
+            changes = await still.enter_async_context(pack.sandbox.backend.changes(handle, image=image))
+
+            def on_read() -> None:
+                loop.call_soon_threadsafe(read.set)
+
+            making = loop.run_in_executor(None, self._make, pack, changes, image, on_read)
+            making.add_done_callback(lambda _: read.set())
+            try:
+                await read.wait()
+                await still.aclose()
+                frozen_s = time.monotonic() - began
+                return await asyncio.shield(making), frozen_s
+            finally:
+                pack.given_up = True
+                await still.aclose()
+                await asyncio.wait({making})  # it has ended, or gives up within moments
+
+    def _make(self, pack: Pack, changes: Changes, image: Image, on_read: Callable[[], None]) -> _Made:
+        """In a thread."""
+        request = pack.request
+        below = Below(changes.lower)
+        scrub = Scrub(
+            scrub=request.scrub, keep=request.keep, defaults=request.defaults, homes=homes_in(changes.tree, below)
+        )
+        pack.tell(Progress(phase="looking at what has changed"))
+        selection = select(changes.tree, scrub, below)
+        if not selection.changed:
+            on_read()
+            return self._unchanged(pack, image, selection)
+        with self._store.staging() as work:
+            layer = pack_layer(
+                self._store,
+                work,
+                changes.tree,
+                selection,
+                role=request.role,
+                on_progress=pack.tell,
+                on_read=on_read,
+            )
+            pack.tell(Progress(phase="publishing"))
+            made = self._store.publish(
+                request.name,
+                layers=[*(() if request.alone else image.layers), layer],
+                config=image.config,
+                source=_source_text(pack.sandbox),
+                replace=request.replace,
+            )
+        return _Made(
+            image=pinned(made),
+            name=made.name,
+            digest=made.digest,
+            changed=True,
+            selection=selection,
+            layer=layer.layer.digest,
+            layer_bytes=layer.layer.size_bytes,
+        )
+
+    def _unchanged(self, pack: Pack, image: Image, selection: Selection) -> _Made:
+        """The source image itself; a composition has no reference of its own, so it gets the name."""
+        request, parts = pack.request, pack.sandbox.image_parts
+        if request.alone:
+            raise errors.ConflictError(
+                "nothing has changed in the sandbox: there is no layer to make an image of",
+                detail={"left_out": selection.left_out},
+            )
+        if len(parts) == 1 and parts[0].digest == image.digest:
+            return _Made(
+                image=parts[0].pinned, name=parts[0].name, digest=image.digest, changed=False, selection=selection
+            )
+        made = self._store.publish(
+            request.name,
+            layers=image.layers,
+            config=image.config,
+            source=_source_text(pack.sandbox),
+            replace=request.replace,
+        )
+        return _Made(image=pinned(made), name=made.name, digest=made.digest, changed=False, selection=selection)
+
+
+def check_request(request: PackRequest) -> None:
+    """Raises InvalidSpecError naming the field."""
+    check_image_name(request.name, field="name")
+    if split_reference(request.name)[1]:
+        raise errors.InvalidSpecError(f"name: {request.name!r} ends as a digest does", detail={"field": "name"})
+    check_patterns(request.scrub, "scrub")
+    check_patterns(request.keep, "keep")
+
+
+def _source(sandbox: Sandbox) -> Image:
+    """What it was started from, as its journal says."""
+    if not sandbox.image_layers and not sandbox.image_parts:
+        raise errors.UnsupportedError(
+            "the sandbox was started by an earlier version, which did not write down its layers",
+            remedy="start another one of the same image, and pack that",
+        )
+    return Image(
+        name=sandbox.spec.image,
+        digest=sandbox.image_digest,
+        layers=sandbox.image_layers,
+        config=sandbox.image_config,
+        created_at=sandbox.created_at,
+    )
+
+
+def _source_text(sandbox: Sandbox) -> str:
+    return f"pack of {sandbox.sandbox_id}, from {sandbox.spec.image}"
+
+
+def _result(made: _Made, *, frozen_s: float, duration_s: float) -> PackResult:
+    selection = made.selection
+    return PackResult(
+        image=made.image,
+        name=made.name,
+        digest=made.digest,
+        changed=made.changed,
+        layer=made.layer,
+        layer_bytes=made.layer_bytes,
+        files=selection.files if made.changed else 0,
+        bytes=selection.facts.size_bytes if made.changed else 0,
+        left_out=selection.left_out,
+        left_out_paths=selection.left_out_paths,
+        fell_back=selection.fell_back,
+        fell_back_paths=selection.fell_back_paths,
+        frozen_ms=round(frozen_s * 1000, 3),
+        duration_s=round(duration_s, 4),
+    )

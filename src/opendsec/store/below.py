@@ -1,0 +1,106 @@
+"""What a stack of layers shows at a path, without mounting it: the rules of overlayfs, by descriptor.
+
+The topmost layer that has a path decides; a whiteout (character device 0:0) says that there is nothing; directories of
+several layers are one, down to the first that is opaque. Layers may be given without mounting an overlay, and the files
+are neither opened nor followed. It refuses nothing and changes nothing.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Sequence
+
+OPAQUE = "trusted.overlay.opaque"
+OVERLAY = "trusted.overlay."
+_NO_ATTRIBUTE = frozenset({errno.ENODATA, errno.EOPNOTSUPP})
+
+
+class Below:
+    """`layers`: descriptors of their root directories, topmost first; they stay the caller's."""
+
+    def __init__(self, layers: Sequence[int]) -> None:
+        self._layers = tuple(layers)
+        self._directories: dict[str, tuple[int, ...]] = {"": self._layers}
+
+    def find(self, path: str) -> os.stat_result | None:
+        """lstat(2) of an absolute path as the stack shows it; None when it shows nothing there."""
+        return self._look(path)[0]
+
+    def attributes(self, path: str) -> dict[str, bytes]:
+        """Extended attributes of a path that is there, without those of overlayfs."""
+        for fd in self._holding(path.rpartition("/")[0]):
+            try:
+                os.lstat(path[1:], dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            return attributes(_name(fd, path))
+        return {}
+
+    def read(self, path: str, *, most: int) -> bytes:
+        """The first bytes of a regular file; none when there is no such file."""
+        for fd in self._holding(path.rpartition("/")[0]):
+            try:
+                file = os.open(path[1:], os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            except OSError:
+                return b""  # a link, a whiteout: whatever it is, it is no regular file
+            try:
+                return os.read(file, most) if stat.S_ISREG(os.fstat(file).st_mode) else b""
+            finally:
+                os.close(file)
+        return b""
+
+    def _look(self, path: str) -> tuple[os.stat_result | None, tuple[int, ...]]:
+        """What is shown, and the layers that take part in it if it is a directory."""
+        shown: os.stat_result | None = None
+        taking_part: list[int] = []
+        for fd in self._holding(path.rpartition("/")[0]):
+            try:
+                status = os.lstat(path[1:], dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            if is_whiteout(status):
+                break
+            if not stat.S_ISDIR(status.st_mode):
+                shown = shown or status
+                break
+            shown = shown or status
+            taking_part.append(fd)
+            if is_opaque(_name(fd, path)):
+                break
+        return shown, tuple(taking_part)
+
+    def _holding(self, directory: str) -> tuple[int, ...]:
+        """Layers whose directory of that path is seen, topmost first."""
+        known = self._directories.get(directory)
+        if known is None:
+            known = self._directories[directory] = self._look(directory)[1]
+        return known
+
+
+def is_whiteout(status: os.stat_result) -> bool:
+    """Whether an entry of a layer says that there is nothing."""
+    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
+
+
+def is_opaque(path: str) -> bool:
+    """Whether a directory of a layer hides what is below it."""
+    try:
+        return os.getxattr(path, OPAQUE, follow_symlinks=False) == b"y"
+    except OSError as error:
+        if error.errno in _NO_ATTRIBUTE:
+            return False
+        raise
+
+
+def attributes(path: str) -> dict[str, bytes]:
+    """Extended attributes of an entry itself, without those of overlayfs."""
+    names = (name for name in os.listxattr(path, follow_symlinks=False) if not name.startswith(OVERLAY))
+    return {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
+
+
+def _name(fd: int, path: str) -> str:
+    return f"/proc/self/fd/{fd}{path}"

@@ -1,0 +1,275 @@
+"""Make a layer of what a sandbox has written: walk its writable layer once, decide what stays, write it.
+
+What is packed is the upper directory of an overlay as it is: whiteouts, opaque directories, links, devices, owners,
+attributes. What the patterns match (`opendsec.store.scrub`) is left out, with these exceptions, because leaving it out
+would show something that the sandbox had deleted:
+
+* a whiteout stays, wherever it is, and so do the directories above it;
+* a directory that hides one below it stays, empty.
+
+A path that is left out shows the source image's older version again, if there is one: the selection names it. A
+directory that is emptied so, and is as the one below it, is left out too. When nothing but directories as they are
+below remains, there is nothing to pack.
+
+It refuses a tree with what an overlay of ours never makes (redirects, metadata copies), a path too long to take, and
+more content than any disk limit allows: sparse files are read as they are long.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from opendsec.errors import ImageInvalidError
+from opendsec.model.image import LayerRole
+from opendsec.store.below import OPAQUE, OVERLAY, Below, attributes, is_whiteout
+from opendsec.store.erofs import NAME_BYTES, TreeFacts
+from opendsec.store.exclusion import Exclusion, exclude
+from opendsec.store.images import ImageStore, StagedLayer
+from opendsec.store.layers import make_layer
+from opendsec.store.progress import OnProgress, quietly
+from opendsec.store.scrub import LOOK_INTO_BYTES, Scrub, Verdict, homes_of
+
+FIRST_PATHS = 100
+"""Of paths left out, so many are named."""
+MAX_CONTENT_BYTES = 256 << 30
+"""Of all regular files; reading more would keep a sandbox still for longer than anybody waits."""
+_PASSWD_BYTES = 1 << 20
+_REFUSED = (f"{OVERLAY}redirect", f"{OVERLAY}metacopy")
+
+
+@dataclass(slots=True)
+class Entry:
+    """One entry of the writable layer."""
+
+    path: str
+    """As inside, from `/`."""
+    status: os.stat_result
+    parent: int
+    """Index of its directory in the list; -1 for the root."""
+    kept: bool
+    """A pattern of `keep` names it or a directory above it."""
+    matched: bool
+    """The patterns leave it out, or a directory above it."""
+    opaque: bool
+    stays: bool = True
+
+    @property
+    def is_directory(self) -> bool:
+        return stat.S_ISDIR(self.status.st_mode)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Selection:
+    """What goes into a layer, and what does not."""
+
+    facts: TreeFacts
+    changed: bool
+    """Whether anything stays that is not as it is below."""
+    files: int
+    """Entries that stay."""
+    exclusion: Exclusion
+    left_out: int
+    """Entries the patterns kept out."""
+    left_out_paths: tuple[str, ...]
+    """The first of them; a directory stands for all below it."""
+    fell_back: int
+    fell_back_paths: tuple[str, ...]
+    """Paths that show an older version again."""
+
+
+def homes_in(tree: Path, below: Below) -> tuple[str, ...]:
+    """What `~` stands for in patterns, by the sandbox's own /etc/passwd."""
+    try:
+        descriptor = os.open(tree / "etc" / "passwd", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        content = below.read("/etc/passwd", most=_PASSWD_BYTES)
+    else:
+        with os.fdopen(descriptor, "rb") as file:
+            content = file.read(_PASSWD_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    return homes_of(content.decode("utf-8", "surrogateescape"))
+
+
+def select(tree: Path, scrub: Scrub, below: Below) -> Selection:
+    """Walk the tree and decide. Nothing may change it meanwhile.
+
+    Raises ImageInvalidError naming the entry, InvalidSpecError when more is left out one by one than can be, OSError.
+    """
+    entries = _walk(tree, scrub)
+    _settle(entries, str(tree), below)
+    told = [one for one in entries if one.matched and not one.stays and _is_first(one, entries)]
+    back = [one.path for one in told if below.find(one.path) is not None]
+    return Selection(
+        facts=_facts(tree, entries),
+        changed=any(one.stays and not _is_as_below(one, str(tree), below) for one in entries),
+        files=sum(one.stays for one in entries),
+        exclusion=exclude(
+            [one.path[1:] for one in entries if not one.stays and (one.parent < 0 or entries[one.parent].stays)],
+            [one.path[1:] for one in entries if one.stays],
+        ),
+        left_out=sum(one.matched and not one.stays for one in entries),
+        left_out_paths=tuple(one.path for one in told[:FIRST_PATHS]),
+        fell_back=len(back),
+        fell_back_paths=tuple(back[:FIRST_PATHS]),
+    )
+
+
+def pack_layer(
+    store: ImageStore,
+    work: Path,
+    tree: Path,
+    selection: Selection,
+    *,
+    role: LayerRole,
+    on_progress: OnProgress = quietly,
+    on_read: Callable[[], None],
+) -> StagedLayer:
+    """The selected part of the tree as a staged layer in `work`; see `make_layer`, whose errors it raises."""
+    return make_layer(
+        store,
+        work,
+        tree,
+        role=role,
+        facts=selection.facts,
+        leave_out=selection.exclusion.paths,
+        leave_out_regexes=selection.exclusion.regexes,
+        on_progress=on_progress,
+        on_read=on_read,
+    )
+
+
+def _walk(tree: Path, scrub: Scrub) -> list[Entry]:
+    """Everything below the tree, a directory before what is in it."""
+    root = str(tree)
+    entries: list[Entry] = []
+    todo = [(root, -1)]
+    while todo:
+        directory, parent = todo.pop()
+        for found in _listed(directory, root):
+            path = found.path[len(root) :]
+            status = found.stat(follow_symlinks=False)
+            entry = Entry(path, status, parent, kept=False, matched=False, opaque=False)
+            _check(found, path, entry)
+            _judge(entry, entries[parent] if parent >= 0 else None, found.path, scrub)
+            if entry.is_directory:
+                todo.append((found.path, len(entries)))
+            entries.append(entry)
+    return entries
+
+
+def _listed(directory: str, root: str) -> list[os.DirEntry[str]]:
+    """In one order whatever the file system says, so that the same tree gives the same bytes and the same words."""
+    try:
+        with os.scandir(directory) as found:
+            return sorted(found, key=lambda one: one.name)
+    except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            path = directory[len(root) :]
+            raise ImageInvalidError(
+                f"entry {path[:200]!r}…: a path of {len(os.fsencode(path))} bytes is too long to be packed",
+                detail={"entry": path[:200]},
+                remedy="remove it, or shorten its names",
+            ) from error
+        raise
+
+
+def _check(found: os.DirEntry[str], path: str, entry: Entry) -> None:
+    """Refuse what cannot be packed; notice an opaque directory, since its attributes are at hand."""
+    if len(os.fsencode(found.name)) > NAME_BYTES:
+        raise ImageInvalidError(f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path})
+    for name in os.listxattr(found.path, follow_symlinks=False):
+        if name in _REFUSED:
+            raise ImageInvalidError(
+                f"entry {path!r} has the attribute {name}: the overlay refers to another path",
+                detail={"entry": path},
+                remedy="mount the overlay without redirect_dir and metacopy",
+            )
+        if name == OPAQUE and entry.is_directory:
+            entry.opaque = os.getxattr(found.path, name, follow_symlinks=False) == b"y"
+
+
+def _judge(entry: Entry, above: Entry | None, place: str, scrub: Scrub) -> None:
+    """What the patterns say of one entry."""
+    entry.kept = (above is not None and above.kept) or scrub.keeps(entry.path)
+    if entry.kept:
+        return
+    if above is not None and above.matched:
+        entry.matched = True
+        return
+    verdict = scrub.verdict(entry.path)
+    if verdict is Verdict.LOOK:
+        entry.matched = _is_small_file(entry.status) and scrub.holds_secret(entry.path, Path(place).read_bytes())
+    else:
+        entry.matched = verdict is Verdict.LEAVE_OUT
+
+
+def _is_small_file(status: os.stat_result) -> bool:
+    return stat.S_ISREG(status.st_mode) and status.st_size <= LOOK_INTO_BYTES
+
+
+def _settle(entries: list[Entry], root: str, below: Below) -> None:
+    """Decide what stays, from the leaves up."""
+    holds_something = [False] * len(entries)
+    emptied = [False] * len(entries)
+    for index in range(len(entries) - 1, -1, -1):
+        entry = entries[index]
+        if not entry.is_directory:
+            entry.stays = not entry.matched or is_whiteout(entry.status)
+        elif not holds_something[index]:
+            if entry.matched:
+                entry.stays = entry.opaque and below.find(entry.path) is not None
+            else:
+                entry.stays = not (emptied[index] and _is_as_below(entry, root, below))
+        if entry.parent >= 0:
+            (holds_something if entry.stays else emptied)[entry.parent] = True
+
+
+def _is_as_below(entry: Entry, root: str, below: Below) -> bool:
+    """Whether it is a directory that shows nothing of its own but its times."""
+    if not entry.is_directory:
+        return False
+    under = below.find(entry.path)
+    if under is None or entry.opaque:
+        return False
+    here = entry.status
+    same = (here.st_mode, here.st_uid, here.st_gid) == (under.st_mode, under.st_uid, under.st_gid)
+    return same and attributes(f"{root}{entry.path}") == below.attributes(entry.path)
+
+
+def _is_first(entry: Entry, entries: list[Entry]) -> bool:
+    """Whether no directory above it that is left out stands for it."""
+    if entry.parent < 0:
+        return True
+    above = entries[entry.parent]
+    return above.stays or not above.matched
+
+
+def _facts(tree: Path, entries: list[Entry]) -> TreeFacts:
+    newest, total = int(os.lstat(tree).st_mtime), 0
+    for status in _contents(entries):
+        total += status.st_size
+    for one in entries:
+        if one.stays:
+            newest = max(newest, int(one.status.st_mtime))
+    if total > MAX_CONTENT_BYTES:
+        largest = max((one for one in entries if one.stays), key=lambda one: one.status.st_size)
+        raise ImageInvalidError(
+            f"its files are {total} bytes long, at most {MAX_CONTENT_BYTES} can be packed; see {largest.path!r}",
+            detail={"entry": largest.path},
+            remedy="remove it, or leave it out",
+        )
+    return TreeFacts(size_bytes=total, newest_mtime_s=max(0, newest))
+
+
+def _contents(entries: list[Entry]) -> Iterator[os.stat_result]:
+    """The regular files that stay, each once."""
+    seen: set[int] = set()
+    for one in entries:
+        if one.stays and stat.S_ISREG(one.status.st_mode) and one.status.st_ino not in seen:
+            if one.status.st_nlink > 1:
+                seen.add(one.status.st_ino)
+            yield one.status
