@@ -33,6 +33,8 @@ class Entry:
     link: str = ""
     device: tuple[int, int] = (0, 0)
     xattrs: Mapping[str, bytes] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further pax headers."""
 
 
 def directory(name: str, *, mode: int = 0o755, **more: Any) -> Entry:
@@ -67,7 +69,7 @@ def tar_of(entries: Sequence[Entry]) -> bytes:
             info.size = len(entry.content)
             info.pax_headers = {
                 f"SCHILY.xattr.{name}": value.decode("utf-8", "surrogateescape") for name, value in entry.xattrs.items()
-            }
+            } | dict(entry.headers)
             tar.addfile(info, io.BytesIO(entry.content))
     return buffer.getvalue()
 

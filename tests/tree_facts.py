@@ -15,7 +15,7 @@ def tree_of(root: Path, *, times: bool = True) -> dict[str, tuple[object, ...]]:
     links: dict[tuple[int, int], list[str]] = defaultdict(list)
     paths = [root, *(Path(top, name) for top, below, names in os.walk(root) for name in (*below, *names))]
     for path in paths:
-        status = os.lstat(path)
+        status = os.lstat(f"{root}/.") if path == root else os.lstat(path)  # The root may be a descriptor's magic link.
         relative = os.path.relpath(path, root)
         if not stat.S_ISDIR(status.st_mode) and status.st_nlink > 1:
             links[status.st_dev, status.st_ino].append(relative)

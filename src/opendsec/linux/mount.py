@@ -1,4 +1,4 @@
-"""Mounts on the host: EROFS images straight from files, small tmpfs trees, clones, and what is mounted already.
+"""Mounts on the host: EROFS images from files, overlays, small tmpfs trees, clones, and what is mounted already.
 
 Everything is made detached first (new mount API) and attached in one step, so a failure leaves nothing. It decides
 nothing about images or sandboxes, and never touches a mount it was not told of. The mounts of a sandbox are made by
@@ -101,6 +101,36 @@ def _erofs(image: Path, devices: Sequence[Path], *, direct: bool) -> int:
         except OSError as error:
             raise OSError(error.errno, error.strerror, os.fspath(image)) from None
         return libc.fsmount(fs_fd, attr_flags=libc.MOUNT_ATTR_RDONLY)
+
+
+def overlay(lowers: Sequence[int], *, upper: Path | None = None, work: Path | None = None) -> int:
+    """A detached overlay of directories: a descriptor. `lowers` are descriptors, **topmost first**, at most 500.
+
+    With `upper` and `work` (fresh directories of one file system) it can be written to; what is written lies in
+    `upper`, in whole files and with no redirects, and is not synced (`volatile`). Without, two lowers at least.
+    """
+    with _context("overlay") as fs_fd:
+        for lower in lowers:
+            _overlay_lower(fs_fd, lower)
+        options = {"redirect_dir": "off", "metacopy": "off", "index": "off", "xino": "off"}
+        for key, value in options.items() if upper is not None else ():
+            libc.fsconfig_set_string(fs_fd, key, value)
+        if upper is not None and work is not None:
+            libc.fsconfig_set_string(fs_fd, "upperdir", upper)
+            libc.fsconfig_set_string(fs_fd, "workdir", work)
+            libc.fsconfig_set_flag(fs_fd, "volatile")
+        libc.fsconfig_create(fs_fd)
+        return libc.fsmount(fs_fd, attr_flags=libc.MOUNT_ATTR_NODEV if upper is None else 0)
+
+
+def _overlay_lower(fs_fd: int, lower: int) -> None:
+    """Kernels before 6.13 take layers as strings only; the magic link is as good."""
+    try:
+        libc.fsconfig_set_fd(fs_fd, "lowerdir+", lower)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        libc.fsconfig_set_string(fs_fd, "lowerdir+", f"/proc/self/fd/{lower}")
 
 
 def tmpfs(*, size_bytes: int, mode: int = 0o755, inodes: int = 1024) -> int:

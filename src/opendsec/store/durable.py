@@ -18,7 +18,7 @@ from pathlib import Path
 from opendsec.errors import DiskFullError
 
 _FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-_NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
+NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """How file systems say that they have no hard links, or no more for this file."""
 
 
@@ -82,7 +82,7 @@ def link_into(source: Path, target: Path) -> bool:
     except FileExistsError:
         return False
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if error.errno not in NO_LINKS:
             raise
         if target.exists():
             return False

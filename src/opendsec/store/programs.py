@@ -1,4 +1,4 @@
-"""Run the few external programs images are made with: mkfs.erofs, mmdebstrap, zstd.
+"""Run the few external programs images are made with: mkfs.erofs, mmdebstrap, zstd, skopeo.
 
 Output is read while the program runs, so that progress can be shown and the end of it kept for the error. A program
 that takes too long is killed with all its descendants (it gets a session of its own). posix_spawn(3), so the caller's
@@ -15,7 +15,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -29,6 +29,7 @@ PACKAGES = {
     "mkfs.erofs": "erofs-utils",
     "mmdebstrap": "mmdebstrap",
     "zstd": "zstd",
+    "skopeo": "skopeo",
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }
@@ -65,20 +66,25 @@ def run_program(
     environment: Mapping[str, str] = ENVIRONMENT,
     on_line: Callable[[str], None] | None = None,
     on_tick: Callable[[], None] | None = None,
+    output: Path | None = None,
 ) -> Ended:
     """Run to the end; standard output and error are one stream of lines (`\\r` ends a line too).
+
+    `output`: a new file that gets standard output as it is; the lines are of standard error alone then.
 
     `on_line` gets each line, `on_tick` is called about five times a second. NodeError when `timeout_s` passes.
     """
     reader, writer = os.pipe2(os.O_CLOEXEC)
-    with os.fdopen(reader, "rb", buffering=0) as output:
+    with os.fdopen(reader, "rb", buffering=0) as said:
         try:
-            pid = _spawn(argv, environment, stdin=None, stdout=writer, stderr=writer)
+            with output.open("xb") if output is not None else nullcontext() as file:
+                stdout = writer if file is None else file.fileno()
+                pid = _spawn(argv, environment, stdin=None, stdout=stdout, stderr=writer)
         finally:
             os.close(writer)
         with _reaped(pid) as wait:
             lines = _Lines(on_line)
-            _pump(output, lines, deadline=time.monotonic() + timeout_s, on_tick=on_tick, program=argv[0])
+            _pump(said, lines, deadline=time.monotonic() + timeout_s, on_tick=on_tick, program=argv[0])
             status = wait()
     return Ended(status=status, tail=lines.finish())
 

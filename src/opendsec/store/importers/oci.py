@@ -1,30 +1,28 @@
-"""Read an OCI image layout: find the image, verify every byte, apply its layers in order to one tree.
+"""Read an OCI image layout: find the image, verify every byte of what describes it.
 
-Index (nested ones too) → manifest of this machine's platform → configuration → layers. Each blob must have the size
-and digest its descriptor says, each layer the digest of its uncompressed bytes. Layers become one base layer for now;
-`apply_layers` is the place where several would be kept apart.
+Index (nested ones too) → manifest of the platform → configuration → layers. Each blob must have the size and digest
+its descriptor says. What the layers hold is `convert`'s business.
 """
 
 from __future__ import annotations
 
 import hashlib
-import json
-import os
-import platform
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from opendsec.errors import DigestMismatchError, ImageInvalidError
-from opendsec.model.image import ImageConfig
+from opendsec.errors import ImageInvalidError
+from opendsec.model.image import ImageConfig, LayerRole
+from opendsec.store.annotations import LAYER_ROLE
+from opendsec.store.importers.files import ImageFiles, check_digest, decode_object
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci_config import (
     INDEX_TYPES,
     LAYER_TYPE,
     MANIFEST_TYPES,
     Descriptor,
+    Platform,
     check_platform,
     choose,
     diff_ids,
@@ -32,9 +30,6 @@ from opendsec.store.importers.oci_config import (
     parse_descriptor,
     parse_list,
 )
-from opendsec.store.importers.tar import opened_archive, position
-from opendsec.store.importers.unpack import TreeWriter
-from opendsec.store.progress import OnProgress, Progress, quietly
 
 _MAX_NESTING = 8
 _CONFIG_TYPES = frozenset(
@@ -43,11 +38,27 @@ _CONFIG_TYPES = frozenset(
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class OciImage:
-    """One image of a layout: what to apply, lowest layer first, and the defaults of commands."""
+class ImageLayer:
+    """One layer of an image as it came: an archive, perhaps compressed, in a file."""
 
-    layers: tuple[Descriptor, ...]
-    diff_ids: tuple[str, ...]
+    label: str
+    """`layer 2 of 5 (sha256:…)`, for errors and progress."""
+    diff_id: str
+    """Digest of the uncompressed archive."""
+    name: str
+    """Of its file among the image's files."""
+    blob: Descriptor | None = None
+    """Size and digest of the file; a Docker archive says neither."""
+    role: LayerRole | None = None
+    """As the image itself says; None when it says nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OciImage:
+    """One image: what to apply, lowest layer first, and the defaults of commands."""
+
+    files: ImageFiles
+    layers: tuple[ImageLayer, ...]
     config: ImageConfig
 
 
@@ -55,129 +66,99 @@ class Layout:
     """An OCI image layout directory."""
 
     def __init__(self, directory: Path, *, limits: Limits) -> None:
-        self._directory = directory
+        self._files = ImageFiles(directory)
         self._limits = limits
 
-    def find(self, ref: str = "", *, machine: str | None = None) -> OciImage:
-        """The image meant by `ref` (see `choose`). ImageInvalidError, DigestMismatchError."""
-        machine = machine or platform.machine()
-        self._check_version()
-        manifest, where = self._find_manifest(ref, machine)
-        layers = tuple(parse_list(manifest, "layers", where=where))
-        if len(layers) > self._limits.max_layers:
-            raise ImageInvalidError(f"{where}: {len(layers)} layers, at most {self._limits.max_layers}")
-        for number, layer in enumerate(layers, 1):
-            if not LAYER_TYPE.match(layer.media_type):
-                raise ImageInvalidError(f"layer {number}: the media type {layer.media_type[:90]!r} is not known")
-        descriptor = parse_descriptor(manifest.get("config"), where=f"{where}: config")
-        if descriptor.media_type not in _CONFIG_TYPES:
-            raise ImageInvalidError(f"{where}: {descriptor.media_type[:90]!r} is not the configuration of an image")
-        config = self._json(descriptor)
-        check_platform(config, machine=machine)
-        return OciImage(layers=layers, diff_ids=tuple(diff_ids(config, count=len(layers))), config=parse_config(config))
+    def find(self, ref: str = "", *, platform: Platform | None = None) -> OciImage:
+        """The image meant by `ref` (see `choose`) for a platform, or this machine's.
 
-    def _check_version(self) -> None:
-        version = _decode(self._small(self._directory / "oci-layout"), where="oci-layout").get("imageLayoutVersion")
+        Raises ImageInvalidError, DigestMismatchError.
+        """
+        platform = platform or Platform.here()
+        content = self._files.small("oci-layout", limit=self._limits.max_json_bytes)
+        version = decode_object(content, where="oci-layout").get("imageLayoutVersion")
         if version != "1.0.0":
             raise ImageInvalidError(f"oci-layout: version {version!r} is not 1.0.0")
+        index = decode_object(self._files.small("index.json", limit=self._limits.max_json_bytes), where="index.json")
+        manifest, where = find_manifest(index, "index.json", self._blob, ref=ref, platform=platform)
+        return read_manifest(manifest, where, self._blob, self._files, platform=platform, limits=self._limits)
 
-    def _find_manifest(self, ref: str, machine: str) -> tuple[Mapping[str, Any], str]:
-        index: Mapping[str, Any] = _decode(self._small(self._directory / "index.json"), where="index.json")
-        where = "index.json"
-        for _ in range(_MAX_NESTING):
-            entry = choose(parse_list(index, "manifests", where=where), ref=ref, machine=machine, where=where)
-            where, ref = entry.digest[:19], ""
-            fields = self._json(entry)
-            said = fields.get("mediaType", entry.media_type)
-            if said != entry.media_type:
-                raise ImageInvalidError(f"{where} calls itself {said!r}, its index {entry.media_type!r}")
-            if entry.media_type in MANIFEST_TYPES:
-                return fields, where
-            assert entry.media_type in INDEX_TYPES
-            index = fields
-        raise ImageInvalidError(f"index.json: indexes are nested deeper than {_MAX_NESTING}")
-
-    def _json(self, descriptor: Descriptor) -> dict[str, Any]:
-        content = self._small(self.blob(descriptor))
-        _check_digest(descriptor, len(content), hashlib.new(descriptor.digest.partition(":")[0], content).hexdigest())
-        return _decode(content, where=descriptor.digest[:19])
-
-    def blob(self, descriptor: Descriptor) -> Path:
-        """Where a blob lies; the digest was checked to be one, so the path stays inside."""
-        algorithm, _, encoded = descriptor.digest.partition(":")
-        return self._directory / "blobs" / algorithm / encoded
-
-    def _small(self, path: Path) -> bytes:
-        with _open_regular(path) as file:
-            content = file.read(self._limits.max_json_bytes + 1)
-        if len(content) > self._limits.max_json_bytes:
-            raise ImageInvalidError(f"{path.name[:80]} has more than {self._limits.max_json_bytes} bytes")
-        return content
-
-    def apply_layers(self, image: OciImage, tree: Path, *, on_progress: OnProgress = quietly) -> None:
-        """Make the tree all layers together show. The directory `tree` must not exist yet."""
-        writer = TreeWriter(tree, limits=self._limits)
-        for number, (layer, diff_id) in enumerate(zip(image.layers, image.diff_ids, strict=True), 1):
-            label = f"layer {number} of {len(image.layers)} ({layer.digest[:19]})"
-            self._apply(writer, layer, diff_id, label, on_progress)
-
-    def _apply(self, writer: TreeWriter, layer: Descriptor, diff_id: str, label: str, on_progress: OnProgress) -> None:
-        with _open_regular(self.blob(layer), label=label) as file:
-            _verify(file, layer, label, lambda done: on_progress(_step(f"verifying {label}", done, layer)))
-            with opened_archive(
-                file, label=label, limits=self._limits, hashed=diff_id.startswith("sha256:")
-            ) as archive:
-                with writer.layer(label):
-                    for member in archive.entries():
-                        writer.apply(archive, member)
-                        on_progress(_step(f"unpacking {label}", position(file), layer, detail=member.name))
-                if diff_id.startswith("sha256:") and archive.stream.digest() != diff_id:
-                    raise DigestMismatchError(f"{label}: its uncompressed bytes do not have the digest {diff_id}")
+    def _blob(self, descriptor: Descriptor) -> bytes:
+        return self._files.small(blob_name(descriptor), limit=self._limits.max_json_bytes)
 
 
-def _step(phase: str, done: int, layer: Descriptor, *, detail: str = "") -> Progress:
-    return Progress(phase=phase, done=done, total=layer.size_bytes, detail=detail)
+Fetch = Callable[[Descriptor], bytes]
+"""The bytes of a small blob, not yet checked."""
 
 
-def _verify(file: BinaryIO, layer: Descriptor, label: str, on_done: Callable[[int], None]) -> None:
-    """Size and digest of a layer, before anything in it is believed. Leaves the file at its beginning."""
-    algorithm = layer.digest.partition(":")[0]
-    running = hashlib.new(algorithm)
-    size = os.fstat(file.fileno()).st_size
-    if size < layer.size_bytes:
-        raise ImageInvalidError(f"{label} is truncated: {size} of {layer.size_bytes} bytes", detail={"layer": label})
-    while chunk := file.read(4 << 20):
-        running.update(chunk)
-        on_done(file.tell())
-    _check_digest(layer, size, running.hexdigest(), label=label)
-    file.seek(0)
+def blob_name(descriptor: Descriptor) -> str:
+    """Where a blob lies in a layout; the digest was checked to be one, so the path stays inside."""
+    algorithm, _, encoded = descriptor.digest.partition(":")
+    return f"blobs/{algorithm}/{encoded}"
 
 
-def _check_digest(descriptor: Descriptor, size: int, found: str, *, label: str = "") -> None:
-    if size != descriptor.size_bytes or f"{descriptor.digest.partition(':')[0]}:{found}" != descriptor.digest:
-        raise DigestMismatchError(
-            f"{label or descriptor.digest}: its bytes do not have the size or digest its descriptor says",
-            detail={"digest": descriptor.digest},
+def find_manifest(
+    index: Mapping[str, Any], where: str, fetch: Fetch, *, ref: str, platform: Platform
+) -> tuple[Mapping[str, Any], str]:
+    """The manifest an index leads to, and its name for errors."""
+    for _ in range(_MAX_NESTING):
+        entry = choose(parse_list(index, "manifests", where=where), ref=ref, platform=platform, where=where)
+        where, ref = entry.digest[:19], ""
+        fields = _checked(entry, fetch)
+        said = fields.get("mediaType", entry.media_type)
+        if said != entry.media_type:
+            raise ImageInvalidError(f"{where} calls itself {said!r}, its index {entry.media_type!r}")
+        if entry.media_type in MANIFEST_TYPES:
+            return fields, where
+        assert entry.media_type in INDEX_TYPES
+        index = fields
+    raise ImageInvalidError(f"index.json: indexes are nested deeper than {_MAX_NESTING}")
+
+
+def read_manifest(
+    manifest: Mapping[str, Any], where: str, fetch: Fetch, files: ImageFiles, *, platform: Platform, limits: Limits
+) -> OciImage:
+    """The image a manifest describes; its layers lie in `files` as in a layout."""
+    blobs = parse_list(manifest, "layers", where=where)
+    check_layer_count(len(blobs), where=where, limits=limits)
+    for number, blob in enumerate(blobs, 1):
+        if not LAYER_TYPE.match(blob.media_type):
+            raise ImageInvalidError(f"layer {number}: the media type {blob.media_type[:90]!r} is not known")
+    descriptor = parse_descriptor(manifest.get("config"), where=f"{where}: config")
+    if descriptor.media_type not in _CONFIG_TYPES:
+        raise ImageInvalidError(f"{where}: {descriptor.media_type[:90]!r} is not the configuration of an image")
+    config = _checked(descriptor, fetch)
+    check_platform(config, platform=platform)
+    layers = tuple(
+        ImageLayer(
+            label=f"layer {number} of {len(blobs)} ({blob.digest[:19]})",
+            diff_id=diff_id,
+            name=blob_name(blob),
+            blob=blob,
+            role=_role(blob, number),
         )
+        for number, (blob, diff_id) in enumerate(zip(blobs, diff_ids(config, count=len(blobs)), strict=True), 1)
+    )
+    return OciImage(files=files, layers=layers, config=parse_config(config))
 
 
-def _open_regular(path: Path, *, label: str = "") -> BinaryIO:
-    """Without waiting for the writer of a FIFO that lies in the place of a blob."""
+def check_layer_count(count: int, *, where: str, limits: Limits) -> None:
+    """ImageInvalidError for more layers than an import takes."""
+    if count > limits.max_layers:
+        raise ImageInvalidError(f"{where}: {count} layers, at most {limits.max_layers}")
+
+
+def _role(blob: Descriptor, number: int) -> LayerRole | None:
+    said = blob.annotations.get(LAYER_ROLE)
+    if said is None:
+        return None
     try:
-        file = os.fdopen(os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK), "rb")
-    except FileNotFoundError as error:
-        raise ImageInvalidError(f"{label or path.name[:80]} is missing from the layout") from error
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ImageInvalidError(f"{label or path.name[:80]} is not a regular file")
-    return file
+        return LayerRole(said)
+    except ValueError as error:
+        raise ImageInvalidError(f"layer {number}: {said[:40]!r} is not the role of a layer") from error
 
 
-def _decode(content: bytes, *, where: str) -> dict[str, Any]:
-    try:
-        fields = json.loads(content)
-    except (ValueError, RecursionError) as error:
-        raise ImageInvalidError(f"{where} is not JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ImageInvalidError(f"{where} is not a JSON object")
-    return fields
+def _checked(descriptor: Descriptor, fetch: Fetch) -> dict[str, Any]:
+    content = fetch(descriptor)
+    check_digest(descriptor, len(content), hashlib.new(descriptor.digest.partition(":")[0], content).hexdigest())
+    return decode_object(content, where=descriptor.digest[:19])

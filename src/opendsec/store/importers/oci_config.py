@@ -6,12 +6,13 @@ by field name, nothing is repaired silently.
 
 from __future__ import annotations
 
+import platform
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.model.image import ImageConfig
 
 INDEX_TYPES = frozenset(
@@ -31,13 +32,51 @@ LAYER_TYPE = re.compile(
     r"|application/vnd\.docker\.image\.rootfs\.(?:foreign\.)?diff\.tar(?:\.gzip|\.zstd)?\Z"
 )
 REF_NAME = "org.opencontainers.image.ref.name"
+_DOCKER_NAME = "io.containerd.image.name"
+"""What `docker save` calls the image in full; its ref name is the tag alone."""
+_LISTED = 20
 _DIGEST = re.compile(r"(sha256:[0-9a-f]{64}|sha512:[0-9a-f]{128})\Z")
+_PLATFORM = re.compile(r"(?P<os>[a-z0-9]+)/(?P<architecture>[a-z0-9_]+)(?:/(?P<variant>[a-z0-9.]+))?\Z")
 _ARCHITECTURES = {"x86_64": "amd64", "aarch64": "arm64", "riscv64": "riscv64", "ppc64le": "ppc64le", "s390x": "s390x"}
 
 
 def oci_architecture(machine: str) -> str:
     """What OCI calls the processor uname(2) calls `machine`."""
     return _ARCHITECTURES.get(machine, machine)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Platform:
+    """What an image must be made for, in the words of OCI: linux/amd64, linux/arm/v7."""
+
+    architecture: str
+    variant: str = ""
+    """Empty: any."""
+
+    def __str__(self) -> str:
+        return f"linux/{self.architecture}" + (f"/{self.variant}" if self.variant else "")
+
+    @classmethod
+    def here(cls) -> Platform:
+        """This machine's."""
+        return cls.of(platform.machine())
+
+    @classmethod
+    def of(cls, machine: str) -> Platform:
+        """Of a machine as uname(2) names it."""
+        return cls(architecture=_ARCHITECTURES.get(machine, machine))
+
+    @classmethod
+    def parse(cls, text: str) -> Platform:
+        """`linux/arm64`, `linux/arm/v7`. InvalidSpecError naming the field `platform`."""
+        match = _PLATFORM.match(text)
+        if match is None or match["os"] != "linux":
+            raise InvalidSpecError(
+                f"platform: {text[:60]!r} is not one of Linux",
+                detail={"field": "platform"},
+                remedy="say linux/amd64, linux/arm64, linux/arm/v7, …",
+            )
+        return cls(architecture=match["architecture"], variant=match["variant"] or "")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,36 +116,43 @@ def parse_list(fields: Mapping[str, Any], key: str, *, where: str) -> list[Descr
     return [parse_descriptor(item, where=f"{where}: {key}[{number}]") for number, item in enumerate(items)]
 
 
-def choose(entries: Sequence[Descriptor], *, ref: str, machine: str, where: str) -> Descriptor:
-    """The one entry of an index meant by `ref` (its ref name or digest; empty: any) for Linux on this machine.
+def choose(entries: Sequence[Descriptor], *, ref: str, platform: Platform, where: str) -> Descriptor:
+    """The one entry of an index meant by `ref` (its ref name, Docker name or digest; empty: any) for the platform.
 
-    `machine` is as uname(2) has it. ImageInvalidError lists what there is when none or several fit.
+    ImageInvalidError lists what there is when none or several fit.
     """
     usable = [entry for entry in entries if entry.media_type in INDEX_TYPES | MANIFEST_TYPES]
     if ref:
-        usable = [entry for entry in usable if ref in (entry.annotations.get(REF_NAME), entry.digest)]
-    architecture = oci_architecture(machine)
-    fitting = [entry for entry in usable if _fits(entry.platform, architecture)]
+        usable = [entry for entry in usable if ref in _names(entry)]
+    fitting = [entry for entry in usable if _fits(entry.platform, platform)]
     best = [entry for entry in fitting if entry.platform] or fitting
     if len(best) > 1 and len({entry.digest for entry in best}) == 1:
         best = best[:1]
     if len(best) == 1:
         return best[0]
-    there = ", ".join(_describe(entry) for entry in entries) or "nothing"
-    wanted = f"{ref!r} for linux/{architecture}" if ref else f"linux/{architecture}"
+    listed = [_describe(entry) for entry in entries[:_LISTED]] + ["…"] * (len(entries) > _LISTED)
+    wanted = f"{ref!r} for {platform}" if ref else str(platform)
     how = "nothing fits" if not best else "several images fit"
     raise ImageInvalidError(
-        f"{where}: {how} {wanted}; it holds {there}",
+        f"{where}: {how} {wanted}; it holds {', '.join(listed) or 'nothing'}",
         detail={"field": "source"},
-        remedy="name one with oci:DIR:REF",
+        remedy="name one with oci:DIR:REF, and its platform with --platform",
     )
 
 
-def _fits(platform: Mapping[str, str], architecture: str) -> bool:
-    """An entry without a platform is taken for ours; its configuration is checked later."""
-    if not platform:
+def _names(entry: Descriptor) -> tuple[str | None, ...]:
+    return (entry.annotations.get(REF_NAME), entry.annotations.get(_DOCKER_NAME), entry.digest)
+
+
+def _fits(found: Mapping[str, str], platform: Platform) -> bool:
+    """An entry without a platform is taken for the right one; its configuration is checked later."""
+    if not found:
         return True
-    return platform.get("os", "linux") == "linux" and platform.get("architecture", architecture) == architecture
+    return (
+        found.get("os", "linux") == "linux"
+        and found.get("architecture", platform.architecture) == platform.architecture
+        and platform.variant in ("", found.get("variant", ""))
+    )
 
 
 def _describe(entry: Descriptor) -> str:
@@ -115,12 +161,14 @@ def _describe(entry: Descriptor) -> str:
     return f"{name} ({platform})" if platform else name
 
 
-def check_platform(fields: Mapping[str, Any], *, machine: str) -> None:
+def check_platform(fields: Mapping[str, Any], *, platform: Platform) -> None:
     """Refuse the image of another operating system or processor: it would fail later and less clearly."""
-    architecture = oci_architecture(machine)
-    found = (fields.get("os") or "linux", fields.get("architecture") or architecture)
-    if found != ("linux", architecture):
-        raise ImageInvalidError(f"the image is for {found[0]}/{found[1]}, this machine is linux/{architecture}")
+    found = (fields.get("os") or "linux", fields.get("architecture") or platform.architecture)
+    if found != ("linux", platform.architecture):
+        raise ImageInvalidError(
+            f"the image is for {str(found[0])[:40]}/{str(found[1])[:40]}, wanted is {platform}",
+            remedy="say --platform for an image this machine itself cannot run",
+        )
 
 
 def parse_config(fields: Mapping[str, Any]) -> ImageConfig:

@@ -48,30 +48,36 @@ def compression_of(start: bytes) -> str:
 
 
 class Counted:
-    """A stream that hashes and counts what is read from it."""
+    """A stream that hashes and counts what is read from it, and ends when that is too much for its archive's size."""
 
-    def __init__(self, stream: BinaryIO, *, hashed: bool = False) -> None:
+    def __init__(self, stream: BinaryIO, *, limits: Limits, size_bytes: int, hashed: str = "") -> None:
         self._stream = stream
-        self._hash = hashlib.sha256() if hashed else None
+        self._hash = hashlib.new(hashed) if hashed else None
+        self._limits = limits
+        self._most = max(limits.free_bytes, size_bytes * limits.max_ratio)
         self.done = 0
 
     def read(self, size: int = -1, /) -> bytes:
         chunk = self._stream.read(size)
         self.done += len(chunk)
+        if self.done > self._most:
+            raise tarfile.ReadError(f"it unpacks to more than {self._limits.max_ratio} times its size")
         if self._hash is not None:
             self._hash.update(chunk)
         return chunk
 
     def drain(self) -> None:
-        """Read the rest; a damaged compressed stream fails here at the latest."""
+        """Read the rest; a damaged compressed stream fails here at the latest, and one that goes on and on."""
+        end = self.done + self._limits.max_padding_bytes
         while self.read(1 << 20):
-            pass
+            if self.done > end:
+                raise tarfile.ReadError(f"more than {self._limits.max_padding_bytes} bytes follow its end mark")
 
     def digest(self) -> str:
-        """`sha256:<hex>` of what was read."""
+        """`sha256:<hex>`, or of the algorithm that was asked for, of what was read."""
         if self._hash is None:
             raise ValueError("this stream is not hashed")
-        return f"sha256:{self._hash.hexdigest()}"
+        return f"{self._hash.name}:{self._hash.hexdigest()}"
 
 
 @contextmanager
@@ -130,15 +136,16 @@ class Archive:
 
 
 @contextmanager
-def opened_archive(file: BinaryIO, *, label: str, limits: Limits, hashed: bool = False) -> Iterator[Archive]:
+def opened_archive(file: BinaryIO, *, label: str, limits: Limits, hashed: str = "") -> Iterator[Archive]:
     """The archive in an open file. What is wrong with its bytes becomes ImageInvalidError with `label` and entry.
 
-    `hashed`: `archive.stream.digest()` is the digest of the uncompressed bytes, once all entries were read.
+    `hashed`: an algorithm; `archive.stream.digest()` is that digest of the uncompressed bytes, once all was read.
     """
     archive: Archive | None = None
     try:
         with decompressed(file) as stream:
-            archive = Archive(Counted(stream, hashed=hashed), limits=limits)
+            size_bytes = os.fstat(file.fileno()).st_size
+            archive = Archive(Counted(stream, limits=limits, size_bytes=size_bytes, hashed=hashed), limits=limits)
             yield archive
     except _BROKEN as error:
         raise _damaged(label, archive, error) from error

@@ -5,40 +5,43 @@ extended attributes with capabilities and ACLs. Layers are applied in order with
 specification: `.wh.NAME` removes NAME of lower layers, `.wh..wh..opq` removes all that lower layers have in its
 directory, and neither touches what the same layer brings, wherever it stands in the archive.
 
+The tree may be an overlay on the layers below: the kernel then turns what is removed into whiteouts, and only what
+changed lies in its upper directory. A hard link to a file of a lower layer takes all names of that file along, which
+overlayfs by itself does not do.
+
+Refused, by layer and entry, is what an overlay would take for its own: character devices 0:0 (they are whiteouts) and
+attributes of overlayfs; and access lists as text, which would be lost.
+
 Parents are resolved inside the tree, symbolic links included, as a process chrooted there would see them; `..` in a
 name is refused, and nothing is ever opened through a link. Nobody else may write to the tree meanwhile (it is
 private, mode 0700).
 """
 
 # Paths are bytes here, because names of files need not be text.
-# ruff: noqa: PTH101, PTH102, PTH115, PTH208, PTH211
+# ruff: noqa: PTH101, PTH102, PTH108, PTH115, PTH208, PTH211
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import errno
 import os
 import posixpath
 import stat
 import tarfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import BinaryIO, cast
-from urllib.parse import unquote_to_bytes
+from typing import BinaryIO
 
 from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.store.durable import remove_tree
 from opendsec.store.importers.limits import Limits
+from opendsec.store.importers.pax import extents_of, mtime_ns, text_acl, xattrs_of
 from opendsec.store.importers.tar import Archive
 
 WHITEOUT = ".wh."
 _WHITEOUT_META = ".wh..wh."
 _OPAQUE = ".wh..wh..opq"
-_PAX_XATTR = "SCHILY.xattr."
-_LIBARCHIVE_XATTR = "LIBARCHIVE.xattr."
-_OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")
+OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")
 """An image that brings these would steer the overlay file system it becomes a layer of."""
 
 _XATTR_BYTES = 3000
@@ -50,10 +53,18 @@ _COPY_BYTES = 1 << 20
 _NAME_ERRORS = frozenset({errno.ENAMETOOLONG, errno.EINVAL, errno.EILSEQ, errno.EMLINK})
 
 
+class Spent:
+    """What an import has used of its limits so far, over all its trees."""
+
+    def __init__(self) -> None:
+        self.entries = 0
+        self.total_bytes = 0
+
+
 class TreeWriter:
     """One tree, filled layer by layer. Begin each archive with `layer`, apply its entries, and close the `with`."""
 
-    def __init__(self, root: Path, *, limits: Limits, whiteouts: bool = True) -> None:
+    def __init__(self, root: Path, *, limits: Limits, whiteouts: bool = True, spent: Spent | None = None) -> None:
         if os.geteuid() != 0:
             raise InvalidSpecError(
                 "unpacking an image needs root: its files have owners", detail={"field": "user"}, remedy="use sudo"
@@ -65,8 +76,8 @@ class TreeWriter:
         self._here: set[bytes] = set()
         self._times: dict[bytes, int] = {}
         self._resolved: dict[bytes, bytes] = {}
-        self.entries = 0
-        self.total_bytes = 0
+        self._linked: dict[tuple[int, int], list[bytes]] | None = None
+        self._spent = spent or Spent()
         if not root.exists():
             root.mkdir(mode=_IMPLICIT_MODE)
             root.chmod(_IMPLICIT_MODE)
@@ -112,7 +123,7 @@ class TreeWriter:
         return b"/".join(parts)
 
     def _full(self, relative: bytes) -> bytes:
-        return self._root + b"/" + relative if relative else self._root
+        return self._root + b"/" + (relative or b".")  # The root itself may be the magic link of a descriptor.
 
     def _place(self, directory: bytes, name: bytes, member: tarfile.TarInfo) -> bytes:
         """The path below the root where the entry goes; its parents are there."""
@@ -236,9 +247,9 @@ class TreeWriter:
             os.chmod(full, member.mode & 0o7777)
         self._set_xattrs(member, full, clear=kind is not None)
         if member.isdir():
-            self._times[target] = _mtime_ns(member)
+            self._times[target] = mtime_ns(member)
         else:
-            os.utime(full, ns=(_mtime_ns(member), _mtime_ns(member)), follow_symlinks=False)
+            os.utime(full, ns=(mtime_ns(member), mtime_ns(member)), follow_symlinks=False)
 
     def _create(self, archive: Archive, member: tarfile.TarInfo, full: bytes, *, exists: bool) -> None:
         if member.isdir():
@@ -254,6 +265,8 @@ class TreeWriter:
             os.mkfifo(full, 0o600)
         elif member.ischr() or member.isblk():
             kind = stat.S_IFCHR if member.ischr() else stat.S_IFBLK
+            if member.ischr() and (member.devmajor, member.devminor) == (0, 0):
+                raise self._bad(member, "the character device 0:0 would be a whiteout of overlayfs")
             os.mknod(full, kind | 0o600, os.makedev(member.devmajor, member.devminor))
         else:
             raise self._bad(member, f"its type {member.type!r} is not known")
@@ -274,15 +287,52 @@ class TreeWriter:
         source = None if parent is None or not name else (parent + b"/" + name if parent else name)
         if source is None or self._kind(source) in (None, stat.S_IFDIR):
             raise self._bad(member, f"a hard link to {member.linkname!r}, which is no file here")
+        before = os.lstat(self._full(source))
         os.link(self._full(source), full, follow_symlinks=False)
+        if before.st_nlink > 1:
+            self._take_along(source, before)
+
+    def _take_along(self, source: bytes, before: os.stat_result) -> None:
+        """Linking copied a file of a lower layer up, under one of its names: give it the others again."""
+        identity = (before.st_dev, before.st_ino)
+        if self._identity(source) == identity:
+            return  # It was brought by this tree itself, and has its names.
+        if self._linked is None:
+            self._linked = self._find_linked()
+        for name in self._linked.get(identity, ()):
+            if self._identity(name) == identity:
+                self._keep_time(posixpath.dirname(name))
+                os.unlink(self._full(name))
+                os.link(self._full(source), self._full(name), follow_symlinks=False)
+
+    def _identity(self, relative: bytes) -> tuple[int, int] | None:
+        try:
+            status = os.lstat(self._full(relative))
+        except (FileNotFoundError, NotADirectoryError):
+            return None
+        return (status.st_dev, status.st_ino)
+
+    def _find_linked(self) -> dict[tuple[int, int], list[bytes]]:
+        """All names of all files with several. Those of lower layers stay what they are, or go."""
+        found: dict[tuple[int, int], list[bytes]] = {}
+        start = len(self._full(b"")) + 1
+        for top, below, names in os.walk(self._full(b"")):
+            for name in (*names, *below):  # A link to a directory stands among the directories.
+                path = top + b"/" + name
+                status = os.lstat(path)
+                if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+                    found.setdefault((status.st_dev, status.st_ino), []).append(path[start:])
+        return found
 
     def _set_xattrs(self, member: tarfile.TarInfo, full: bytes, *, clear: bool) -> None:
         """After chown(2), which drops capabilities. The entry's attributes replace those of a lower layer."""
         if clear:
             for name in os.listxattr(full, follow_symlinks=False):
                 os.removexattr(full, name, follow_symlinks=False)
+        if (header := text_acl(member.pax_headers)) is not None:
+            raise self._bad(member, f"its access list is text ({header}); write it with tar --xattrs, not --acls")
         for key, value in xattrs_of(member.pax_headers).items():
-            if key.startswith(_OVERLAY_XATTRS):
+            if key.startswith(OVERLAY_XATTRS):
                 raise self._bad(member, f"the attribute {os.fsdecode(key)} is reserved for overlay file systems")
             try:
                 os.setxattr(full, key, value, follow_symlinks=False)
@@ -302,33 +352,27 @@ class TreeWriter:
             self._times[directory] = os.lstat(self._full(directory)).st_mtime_ns
 
     def _set_times(self) -> None:
-        for directory, mtime_ns in self._times.items():
-            os.utime(self._full(directory), ns=(mtime_ns, mtime_ns), follow_symlinks=False)
+        for directory, time_ns in self._times.items():
+            os.utime(self._full(directory), ns=(time_ns, time_ns), follow_symlinks=False)
         self._times.clear()
 
     # limits and errors
 
     def _count(self, member: tarfile.TarInfo) -> None:
-        self.entries += 1
-        if self.entries > self._limits.max_entries:
+        self._spent.entries += 1
+        if self._spent.entries > self._limits.max_entries:
             raise self._bad(member, f"more than {self._limits.max_entries} entries")
         if member.isreg():
-            self.total_bytes += member.size
+            self._spent.total_bytes += member.size
             if member.size > self._limits.max_file_bytes:
                 raise self._bad(member, f"{member.size} bytes, a file may have {self._limits.max_file_bytes}")
-            if self.total_bytes > self._limits.max_total_bytes:
+            if self._spent.total_bytes > self._limits.max_total_bytes:
                 raise self._bad(member, f"the files together have more than {self._limits.max_total_bytes} bytes")
 
     def _bad(self, member: tarfile.TarInfo, why: str) -> ImageInvalidError:
         return ImageInvalidError(
             f"{self._label}: entry {member.name!r}: {why}", detail={"layer": self._label, "entry": member.name}
         )
-
-
-def extents_of(member: tarfile.TarInfo) -> list[tuple[int, int]]:
-    """Offset and size of what is no hole. (`TarInfo.sparse` is typed wrongly in typeshed.)"""
-    sparse = cast("list[tuple[int, int]] | None", member.sparse)
-    return [(0, member.size)] if sparse is None else list(sparse)
 
 
 def _copy_extent(source: BinaryIO, fd: int, offset: int, size: int) -> None:
@@ -347,27 +391,3 @@ def _write_all(fd: int, chunk: bytes) -> None:
     view = memoryview(chunk)
     while view:
         view = view[os.write(fd, view) :]
-
-
-def xattrs_of(pax_headers: Mapping[str, str]) -> dict[bytes, bytes]:
-    """Extended attributes out of pax headers, as star, GNU tar and Go (SCHILY) or as libarchive write them."""
-    found: dict[bytes, bytes] = {}
-    for key, value in pax_headers.items():
-        encoded = value.encode("utf-8", "surrogateescape")
-        if key.startswith(_PAX_XATTR):
-            found[os.fsencode(key.removeprefix(_PAX_XATTR))] = encoded
-        elif key.startswith(_LIBARCHIVE_XATTR):
-            name = unquote_to_bytes(key.removeprefix(_LIBARCHIVE_XATTR))
-            with contextlib.suppress(binascii.Error):
-                found.setdefault(name, base64.b64decode(encoded + b"=" * (-len(encoded) % 4)))
-    return found
-
-
-def _mtime_ns(member: tarfile.TarInfo) -> int:
-    """Whole nanoseconds: pax writes times as decimal text, which a float would round."""
-    text = member.pax_headers.get("mtime", "")
-    whole, point, fraction = text.partition(".")
-    if point and whole.removeprefix("-").isdigit() and fraction.isdigit():
-        nanoseconds = int(fraction[:9].ljust(9, "0"))
-        return int(whole) * 10**9 + (-nanoseconds if whole.startswith("-") else nanoseconds)
-    return int(member.mtime * 10**9)

@@ -9,14 +9,18 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tests.node.store.importers.showing import imported, leftovers, shown
 from tests.oci_layout import Entry, LayoutMaker, directory, file, hardlink, make_layout, symlink, tar_of
 from tests.tree_facts import difference, tree_of
 
 from opendsec.errors import DigestMismatchError, ImageInvalidError
+from opendsec.store.images import ImageStore
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import Layout
+from opendsec.store.importers.tree import unpack_tar
+from opendsec.store.progress import quietly
 
-pytestmark = pytest.mark.root
+pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 
 CAPABILITY = bytes.fromhex("0100000200200000000000000000000000000000")
 """cap_net_raw+ep as a version 2 security.capability attribute, NULs included."""
@@ -84,12 +88,6 @@ CASES: dict[str, list[list[Entry]]] = {
 }
 
 
-def unpacked(layout: Path, target: Path) -> Path:
-    loaded = Layout(layout, limits=Limits())
-    loaded.apply_layers(loaded.find(), target)
-    return target
-
-
 def by_umoci(layout: Path, bundle: Path) -> Path:
     command = ["umoci", "unpack", "--image", f"{layout}:latest", str(bundle)]
     subprocess.run(command, check=True, capture_output=True, timeout=60)
@@ -97,25 +95,29 @@ def by_umoci(layout: Path, bundle: Path) -> Path:
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("compress", [False, True], ids=["tar", "gzip"])
-def test_same_tree_as_umoci(disk: Path, case: str, *, compress: bool) -> None:
-    layout = make_layout(disk / "layout", CASES[case], compress=compress)
-    ours = tree_of(unpacked(layout, disk / "ours"))
-    reference = tree_of(by_umoci(layout, disk / "reference"))
-    assert not difference(ours, reference)
+def test_same_tree_as_umoci(store: ImageStore, disk: Path, case: str) -> None:
+    """Whether each layer stays alone or all become one."""
+    for compress, collapse_bytes, layers in ((True, 0, len(CASES[case])), (False, 1 << 30, 1)):
+        layout = make_layout(disk / f"layout{compress}", CASES[case], compress=compress)
+        image = imported(store, f"x{compress}", layout, collapse_bytes=collapse_bytes)
+        assert len(image.layers) == layers
+        with shown(store, image.layers) as tree:
+            assert not difference(tree_of(tree), tree_of(by_umoci(layout, disk / f"umoci{compress}")))
 
 
-def test_parents_nobody_describes_do_not_depend_on_the_clock(disk: Path) -> None:
-    tree = unpacked(make_layout(disk / "layout", [[file("a/b/c", b"c")]]), disk / "tree")
-    found = tree_of(tree)
+def test_parents_nobody_describes_do_not_depend_on_the_clock(store: ImageStore, disk: Path) -> None:
+    image = imported(store, "x", make_layout(disk / "layout", [[file("a/b/c", b"c")]]))
+    with shown(store, image.layers) as tree:
+        found = tree_of(tree)
     for name in (".", "a", "a/b"):
         assert found[name][:3] == ("0o40755", (0, 0), 0)
 
 
-def test_metadata_of_aufs_is_no_whiteout(disk: Path) -> None:
+def test_metadata_of_aufs_is_no_whiteout(store: ImageStore, disk: Path) -> None:
     layers = [[directory("d"), file("d/.wh..wh.plnk", b""), file("d/kept", b"k")], [file("d/.wh..wh.aufs", b"")]]
-    tree = unpacked(make_layout(disk / "layout", layers), disk / "tree")
-    assert sorted(path.name for path in (tree / "d").iterdir()) == ["kept"]
+    image = imported(store, "x", make_layout(disk / "layout", layers))
+    with shown(store, image.layers) as tree:
+        assert sorted(path.name for path in (tree / "d").iterdir()) == ["kept"]
 
 
 REFUSED: dict[str, tuple[list[list[Entry]], str]] = {
@@ -129,6 +131,8 @@ REFUSED: dict[str, tuple[list[list[Entry]], str]] = {
     "whiteout of nothing": ([[file("d/.wh.", b"")]], "d/.wh."),
     "root as a file": ([[file("./", b"x")]], "."),
     "overlay's own attributes": ([[file("f", b"", xattrs={"trusted.overlay.redirect": b"/etc"})]], "f"),
+    "a whiteout of overlayfs": ([[Entry(name="d/w", kind=tarfile.CHRTYPE, device=(0, 0))]], "d/w"),
+    "access list as text": ([[file("f", b"", headers={"SCHILY.acl.access": "user::rw-,user:7:r--"})]], "f"),
     "unknown type": ([[Entry(name="what", kind=b"Z")]], ""),
     "too long a name": ([[file("n" * 256, b"")]], "n" * 256),
     "owner beyond 32 bits": ([[file("f", b"", uid=1 << 40)]], "f"),
@@ -136,29 +140,33 @@ REFUSED: dict[str, tuple[list[list[Entry]], str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_refused_by_layer_and_entry(disk: Path, case: str) -> None:
+def test_refused_by_layer_and_entry(store: ImageStore, disk: Path, case: str) -> None:
     layers, entry = REFUSED[case]
     layout = make_layout(disk / "layout", [[file("before", b"")], *layers])
-    with pytest.raises(ImageInvalidError, match="layer 2 of 2") as caught:
-        unpacked(layout, disk / "tree")
-    assert entry in str(caught.value)
+    for collapse_bytes in (0, 1 << 30):
+        with pytest.raises(ImageInvalidError, match="layer 2 of 2") as caught:
+            imported(store, "x", layout, collapse_bytes=collapse_bytes)
+        assert entry in str(caught.value)
+    assert leftovers(store) == []
 
 
-def test_links_cannot_lead_out_of_the_tree(disk: Path) -> None:
+@pytest.mark.parametrize("collapse_bytes", [0, 1 << 30])
+def test_links_cannot_lead_out_of_the_tree(store: ImageStore, disk: Path, collapse_bytes: int) -> None:
     (disk / "outside").mkdir()
     layers = [
         [symlink("abs", str(disk / "outside")), symlink("up", "../../../outside"), directory("outside")],
         [file("abs/planted", b"x"), file("up/planted", b"y"), file("abs/.wh.keep"), hardlink("h", "up/planted")],
     ]
     (disk / "outside" / "keep").touch()
-    tree = unpacked(make_layout(disk / "layout", layers), disk / "tree")
+    image = imported(store, "x", make_layout(disk / "layout", layers), collapse_bytes=collapse_bytes)
     assert [path.name for path in (disk / "outside").iterdir()] == ["keep"]
-    assert (tree / "outside/planted").read_bytes() == b"y"
-    assert (tree / str(disk).lstrip("/") / "outside/planted").read_bytes() == b"x"
+    with shown(store, image.layers) as tree:
+        assert (tree / "outside/planted").read_bytes() == b"y"
+        assert (tree / str(disk).lstrip("/") / "outside/planted").read_bytes() == b"x"
 
 
 @pytest.mark.parametrize("compress", [False, True], ids=["tar", "gzip"])
-def test_every_cut_is_noticed(disk: Path, *, compress: bool) -> None:
+def test_every_cut_is_noticed(store: ImageStore, disk: Path, *, compress: bool) -> None:
     """Even with all digests made to fit, an archive that stops early is never taken for a short one."""
     whole = tar_of([directory("d"), file("d/f", b"f" * 3000), file("g", b"g")])
     packed = gzip.compress(whole) if compress else whole
@@ -171,36 +179,36 @@ def test_every_cut_is_noticed(disk: Path, *, compress: bool) -> None:
         manifest["layers"] = [maker.blob(cut, manifest["layers"][0]["mediaType"])]
         maker.index([maker.json(manifest, descriptor["mediaType"])])
         with pytest.raises((ImageInvalidError, DigestMismatchError), match="layer 1 of 1"):
-            unpacked(maker.root, disk / f"tree-{size}")
+            imported(store, "x", maker.root)
+    assert leftovers(store) == []
 
 
-def test_truncated_blob_names_the_layer(disk: Path) -> None:
+def test_truncated_blob_names_the_layer(store: ImageStore, disk: Path) -> None:
     layout = make_layout(disk / "layout", [[file("a", b"a" * 5000)], [file("b", b"b")]])
-    first = Layout(layout, limits=Limits()).find().layers[0]
-    path = layout / "blobs/sha256" / first.digest[7:]
+    path = layout / Layout(layout, limits=Limits()).find().layers[0].name
     path.write_bytes(path.read_bytes()[:2000])
     with pytest.raises(ImageInvalidError, match=r"layer 1 of 2 .*truncated: 2000 of"):
-        unpacked(layout, disk / "tree")
+        imported(store, "x", layout)
 
 
-def test_changed_byte_is_a_digest_mismatch(disk: Path) -> None:
+def test_changed_byte_is_a_digest_mismatch(store: ImageStore, disk: Path) -> None:
     layout = make_layout(disk / "layout", [[file("a", b"a" * 5000)]])
-    path = layout / "blobs/sha256" / Layout(layout, limits=Limits()).find().layers[0].digest[7:]
+    path = layout / Layout(layout, limits=Limits()).find().layers[0].name
     content = bytearray(path.read_bytes())
     content[1000] ^= 1
     path.write_bytes(content)
     with pytest.raises(DigestMismatchError, match="layer 1 of 1"):
-        unpacked(layout, disk / "tree")
+        imported(store, "x", layout)
 
 
-def test_missing_blob_names_the_layer(disk: Path) -> None:
+def test_missing_blob_names_the_layer(store: ImageStore, disk: Path) -> None:
     layout = make_layout(disk / "layout", [[file("a", b"a")]])
-    (layout / "blobs/sha256" / Layout(layout, limits=Limits()).find().layers[0].digest[7:]).unlink()
+    (layout / Layout(layout, limits=Limits()).find().layers[0].name).unlink()
     with pytest.raises(ImageInvalidError, match=r"layer 1 of 1 .* is missing"):
-        unpacked(layout, disk / "tree")
+        imported(store, "x", layout)
 
 
-def test_wrong_diff_id_is_a_digest_mismatch(disk: Path) -> None:
+def test_wrong_diff_id_is_a_digest_mismatch(store: ImageStore, disk: Path) -> None:
     maker = LayoutMaker(disk / "layout")
     descriptor = maker.image([tar_of([file("a", b"a")])])
     other = maker.image([tar_of([file("b", b"b")])])
@@ -211,7 +219,7 @@ def test_wrong_diff_id_is_a_digest_mismatch(disk: Path) -> None:
     mixed = read[descriptor["digest"]] | {"layers": read[other["digest"]]["layers"]}
     maker.index([maker.json(mixed, descriptor["mediaType"])])
     with pytest.raises(DigestMismatchError, match="uncompressed"):
-        unpacked(maker.root, disk / "tree")
+        imported(store, "x", maker.root)
 
 
 @pytest.mark.parametrize(
@@ -223,14 +231,15 @@ def test_wrong_diff_id_is_a_digest_mismatch(disk: Path) -> None:
         (Limits(max_header_bytes=400), "extended header claims"),
     ],
 )
-def test_absurd_sizes_are_refused(disk: Path, limits: Limits, words: str) -> None:
+def test_absurd_sizes_are_refused(store: ImageStore, disk: Path, limits: Limits, words: str) -> None:
     entries = [file("small", b"s"), file("large", b"l" * 3000), file("x", b"x" * 2500, xattrs={"user.a": b"a" * 500})]
-    layout = Layout(make_layout(disk / "layout", [entries], compress=True), limits=limits)
+    layout = make_layout(disk / "layout", [entries], compress=True)
     with pytest.raises(ImageInvalidError, match=words):
-        layout.apply_layers(layout.find(), disk / "tree")
+        imported(store, "x", layout, limits=limits)
+    assert leftovers(store) == []
 
 
-def test_holes_stay_holes(disk: Path) -> None:
+def test_holes_stay_holes_while_unpacking(disk: Path) -> None:
     source = disk / "sparse"
     with source.open("wb") as sparse:
         sparse.seek(50 << 20)
@@ -238,9 +247,8 @@ def test_holes_stay_holes(disk: Path) -> None:
         sparse.truncate(60 << 20)
     command = ["tar", "--sparse", "--format=pax", "-C", str(disk), "-cf", str(disk / "layer.tar"), "sparse"]
     subprocess.run(command, check=True, timeout=30)
-    maker = LayoutMaker(disk / "layout")
-    maker.index([maker.image([(disk / "layer.tar").read_bytes()])])
-    result = unpacked(maker.root, disk / "tree") / "sparse"
+    unpack_tar(disk / "layer.tar", disk / "tree", limits=Limits(), on_progress=quietly)
+    result = disk / "tree/sparse"
     assert result.stat().st_size == 60 << 20
     assert result.stat().st_blocks * 512 < 1 << 20
     subprocess.run(["cmp", source, result], check=True, timeout=30)

@@ -11,10 +11,11 @@ from tests.oci_layout import INDEX, MANIFEST, LayoutMaker, file, make_layout, ta
 from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import Layout, OciImage
+from opendsec.store.importers.oci_config import Platform
 
 
 def found(root: Path, ref: str = "", *, limits: Limits | None = None, machine: str = "x86_64") -> OciImage:
-    return Layout(root, limits=limits or Limits()).find(ref, machine=machine)
+    return Layout(root, limits=limits or Limits()).find(ref, platform=Platform.of(machine))
 
 
 def test_nested_indexes_and_platforms(tmp_path: Path) -> None:

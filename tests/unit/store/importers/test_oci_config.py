@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.model.image import ImageConfig
 from opendsec.store.importers.oci_config import (
     Descriptor,
+    Platform,
     check_platform,
     choose,
     diff_ids,
@@ -20,6 +21,7 @@ from opendsec.store.importers.oci_config import (
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 INDEX = "application/vnd.oci.image.index.v1+json"
+HERE = Platform.of("x86_64")
 
 
 def entry(number: int, platform: str = "", ref: str = "", media_type: str = MANIFEST) -> Descriptor:
@@ -34,7 +36,7 @@ def entry(number: int, platform: str = "", ref: str = "", media_type: str = MANI
 
 
 def chosen(*entries: Descriptor, ref: str = "", machine: str = "x86_64") -> int:
-    return int(choose(entries, ref=ref, machine=machine, where="index.json").digest[7:], 16)
+    return int(choose(entries, ref=ref, platform=Platform.of(machine), where="index.json").digest[7:], 16)
 
 
 def test_the_only_one_is_taken() -> None:
@@ -160,11 +162,33 @@ def test_config_that_is_no_object() -> None:
 
 
 def test_another_machine_is_refused() -> None:
-    check_platform({"os": "linux", "architecture": "amd64"}, machine="x86_64")
-    check_platform({}, machine="x86_64")
+    check_platform({"os": "linux", "architecture": "amd64"}, platform=HERE)
+    check_platform({}, platform=HERE)
     for fields in ({"os": "windows", "architecture": "amd64"}, {"os": "linux", "architecture": "arm64"}):
-        with pytest.raises(ImageInvalidError, match="this machine is linux/amd64"):
-            check_platform(fields, machine="x86_64")
+        with pytest.raises(ImageInvalidError, match="wanted is linux/amd64"):
+            check_platform(fields, platform=HERE)
+
+
+@pytest.mark.parametrize(
+    ("text", "architecture", "variant"), [("linux/arm64", "arm64", ""), ("linux/arm/v7", "arm", "v7")]
+)
+def test_platforms_are_said_as_oci_says_them(text: str, architecture: str, variant: str) -> None:
+    platform = Platform.parse(text)
+    assert (platform.architecture, platform.variant, str(platform)) == (architecture, variant, text)
+
+
+@pytest.mark.parametrize("text", ["", "arm64", "windows/amd64", "linux/", "linux/a/b/c", "linux/arm\n"])
+def test_what_is_no_platform(text: str) -> None:
+    with pytest.raises(InvalidSpecError) as caught:
+        Platform.parse(text)
+    assert caught.value.detail["field"] == "platform"
+
+
+def test_a_variant_decides_when_it_is_said() -> None:
+    several = (entry(1, "linux/arm/v6"), entry(2, "linux/arm/v7"))
+    assert choose(several, ref="", platform=Platform.parse("linux/arm/v7"), where="x").digest.endswith("2")
+    with pytest.raises(ImageInvalidError, match="several images fit linux/arm"):
+        choose(several, ref="", platform=Platform.parse("linux/arm"), where="x")
 
 
 def test_diff_ids_match_the_layers() -> None:

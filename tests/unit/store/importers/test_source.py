@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.errors import InvalidSpecError
-from opendsec.store.importers.source import Source, SourceKind, parse_source
+from opendsec.store.importers.source import Source, SourceKind, default_name, parse_source
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     [
         ("tree", SourceKind.DIRECTORY, "tree", ""),
         ("layout", SourceKind.OCI, "layout", ""),
-        ("file.tar", SourceKind.TAR, "file.tar", ""),
+        ("file.tar", SourceKind.ARCHIVE, "file.tar", ""),
         ("dir:layout", SourceKind.DIRECTORY, "layout", ""),
         ("tar:file.tar", SourceKind.TAR, "file.tar", ""),
         ("oci:layout", SourceKind.OCI, "layout", ""),
@@ -34,6 +34,12 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("oci:layout:host:5000/name:tag", SourceKind.OCI, "layout", "host:5000/name:tag"),
         ("oci:layout:sha256:abc", SourceKind.OCI, "layout", "sha256:abc"),
         ("./oci:odd", SourceKind.DIRECTORY, "oci:odd", ""),
+        ("oci-archive:file.tar", SourceKind.OCI_ARCHIVE, "file.tar", ""),
+        ("oci-archive:file.tar:v1", SourceKind.OCI_ARCHIVE, "file.tar", "v1"),
+        ("docker-archive:file.tar:host:5000/name:tag", SourceKind.DOCKER_ARCHIVE, "file.tar", "host:5000/name:tag"),
+        ("docker://host/a/b_c:1.2", SourceKind.REGISTRY, ".", "host/a/b_c:1.2"),
+        ("docker://localhost/x", SourceKind.REGISTRY, ".", "localhost/x"),
+        ("docker://h:5000/x@sha256:" + "0" * 64, SourceKind.REGISTRY, ".", "h:5000/x@sha256:" + "0" * 64),
     ],
 )
 @pytest.mark.usefixtures("place")
@@ -42,7 +48,26 @@ def test_meant(text: str, kind: SourceKind, path: str, ref: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["gone", "", "oci:gone", "oci:gone:ref", "tar:tree", "dir:file.tar", "oci:", "docker://x"]
+    "text",
+    [
+        "gone",
+        "",
+        "oci:gone",
+        "oci:gone:ref",
+        "tar:tree",
+        "dir:file.tar",
+        "oci:",
+        "docker://x",
+        "docker:h.x/y",
+        "archive:file.tar",
+    ]
+    + [
+        "docker://library/python",
+        "docker://h.x/UP",
+        "docker://h.x/../y",
+        "docker://h.x/y --flag",
+        "docker://h.x/y@sha256:1",
+    ],
 )
 @pytest.mark.usefixtures("place")
 def test_refused(text: str) -> None:
@@ -53,6 +78,14 @@ def test_refused(text: str) -> None:
 
 
 def test_written_as_it_is_read(place: Path) -> None:
-    for text in ("dir:tree", "tar:file.tar", "oci:layout", "oci:layout:v1"):
+    said = ("dir:tree", "tar:file.tar", "oci:layout", "oci:layout:v1", "docker-archive:file.tar:x", "docker://h.x/y:1")
+    for text in said:
         assert str(parse_source(text)) == text
     assert place.is_dir()
+
+
+def test_an_image_of_a_registry_has_a_name_of_its_own() -> None:
+    assert default_name(parse_source("docker://host:5000/lib/python:3.12")) == "lib/python:3.12"
+    assert default_name(parse_source("docker://host:5000/python@sha256:" + "0" * 64)) == "python"
+    with pytest.raises(InvalidSpecError, match="only an image of a registry"):
+        default_name(Source(kind=SourceKind.OCI))
