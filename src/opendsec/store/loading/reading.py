@@ -127,7 +127,7 @@ class _Waiting:
     def arrived(self, number: int, future: Future[bytes]) -> None:
         error = future.exception()
         if error is not None:
-            self.end(str(error))
+            self._failed(number, error)
             return
         with self.lock:
             self.missing -= 1
@@ -138,6 +138,14 @@ class _Waiting:
         if complete:
             self.reply.give(*_cut(self.have, self.offset, self.size))
             self.have.clear()
+
+    def _failed(self, number: int, error: BaseException) -> None:
+        """A fetch that began long before this read may have given up before this read has to."""
+        retryable = isinstance(error, OpenDSecError) and error.retryable
+        if retryable and not self.is_done and self.deadline - time.monotonic() > self.reader.patience_s / 2:
+            self.reader.request(self, [number])
+        else:
+            self.end(str(error))
 
     def end(self, why: str) -> None:
         with self.lock:
@@ -189,6 +197,11 @@ class BlobReader:
         self._active = 0
         self._streaks: OrderedDict[int, int] = OrderedDict()
         self._told_at = float("-inf")
+
+    @property
+    def patience_s(self) -> float:
+        """Of a read."""
+        return self._engine.patience_s
 
     def read(self, offset: int, size: int, reply: Answer) -> None:
         """Complete `reply` with that part of the blob, now or later, or with EIO. The part lies within the blob."""
@@ -254,7 +267,11 @@ class BlobReader:
             reader=self, offset=offset, size=size, reply=reply, have=have, missing=len(missing), deadline=deadline
         )
         self._engine.watch(waiting)
-        wanted, runs = self._claim(missing, deadline)
+        self.request(waiting, missing)
+
+    def request(self, waiting: _Waiting, numbers: Sequence[int]) -> None:
+        """See that these chunks are fetched, if nobody does so yet, and that they arrive."""
+        wanted, runs = self._claim(numbers, waiting.deadline)
         with self._lock:
             self._queue.extend(runs)
         self._start_runs()
@@ -309,7 +326,7 @@ class BlobReader:
     def _fetch(self, run: _Run) -> OpenDSecError | None:
         """Complete the futures of a run, then keep what came; why some did not."""
         chunks: dict[int, bytes] = {}
-        error: OpenDSecError | None = NodeError("nobody waits any longer")
+        error: OpenDSecError | None = NodeError("nobody waits any longer", retryable=True)
         try:
             if time.monotonic() < run.deadline:
                 fetched = self._engine.source.fetch(self.data, self._table, run.first, len(run.futures))
