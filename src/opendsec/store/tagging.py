@@ -7,14 +7,21 @@ start is refused before anything is published.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from dataclasses import replace as replaced
 
 from opendsec.errors import InvalidSpecError
 from opendsec.model.image import Image, ImageConfig, Layer
+from opendsec.model.spec import check_env, check_path
 from opendsec.store.compose import compose, pinned, split_reference
 from opendsec.store.images import ImageStore
+from opendsec.store.layers import make_layer
 from opendsec.store.manifest import Manifest, digest_of, encode_manifest
+
+EMPTY = "scratch"
+"""The name of an image without a single file, in Dockerfiles and here. It has one layer, because a mount needs one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,9 +38,21 @@ class Composition:
     """Write references down with their digests, so that the image never changes."""
 
 
-def tag_image(store: ImageStore, name: str, reference: str, *, replace: bool = False) -> Image:
-    """Let `name` mean the image another reference means now. ImageNotFoundError, ConflictError, InvalidSpecError."""
+def tag_image(
+    store: ImageStore, name: str, reference: str, *, config: ImageConfig | None = None, replace: bool = False
+) -> Image:
+    """Let `name` mean the image another reference means now. ImageNotFoundError, ConflictError, InvalidSpecError.
+
+    With `config` it has these defaults of commands and no others, so what it lies on becomes its own. `EMPTY` is an
+    image that is always there.
+    """
+    if reference == EMPTY:
+        return _empty(store, name, config or ImageConfig(), replace=replace)
     image = store.get(reference)
+    if config is not None:
+        check_env(config.env)
+        check_path(config.workdir, "workdir")
+        image = replaced(image, layers=store.compose(reference, toolkits=()).layers, config=config, base="")
     return store.publish(
         name,
         layers=image.layers,
@@ -43,6 +62,16 @@ def tag_image(store: ImageStore, name: str, reference: str, *, replace: bool = F
         source=image.source,
         replace=replace,
     )
+
+
+def _empty(store: ImageStore, name: str, config: ImageConfig, *, replace: bool) -> Image:
+    with store.staging() as work:
+        tree = work / "tree"
+        tree.mkdir()
+        tree.chmod(0o755)
+        os.utime(tree, (0, 0))
+        layer = make_layer(store, work, tree)
+        return store.publish(name, layers=[layer], config=config, source=EMPTY, replace=replace)
 
 
 def compose_image(store: ImageStore, name: str, wanted: Composition, *, replace: bool = False) -> Image:
