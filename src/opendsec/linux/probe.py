@@ -314,6 +314,11 @@ def _seccomp(state_dir: Path) -> str:
     return "seccomp filters work"
 
 
+def _fuse(state_dir: Path) -> str:
+    with Path("/dev/fuse").open("rb"):
+        return "file systems can be served by processes (FUSE)"
+
+
 def _tun(state_dir: Path) -> str:
     with Path("/dev/net/tun").open("rb"):
         return "tun and tap devices can be made"
@@ -371,6 +376,7 @@ _PROBES: dict[str, Callable[[Path], str]] = {
     "nft": _nft,
     "forwarding": _forwarding,
     "tun": _tun,
+    "fuse": _fuse,
     "pid_max": _pid_max,
     "nofile": _nofile,
     "disk": _disk,
