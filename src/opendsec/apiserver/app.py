@@ -10,6 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 
+from opendsec.apiserver import image_routes
 from opendsec.apiserver.batches import Batches
 from opendsec.apiserver.contract import described
 from opendsec.apiserver.creating import Creating
@@ -18,6 +19,7 @@ from opendsec.apiserver.database import open_database
 from opendsec.apiserver.edges import Edges
 from opendsec.apiserver.forward import Forward
 from opendsec.apiserver.iam import RIGHTS, Iam
+from opendsec.apiserver.images import Images
 from opendsec.apiserver.link import PATIENCE_S, EdgeLink
 from opendsec.apiserver.listing import Listing
 from opendsec.apiserver.reclaim import Reclaimer
@@ -69,12 +71,12 @@ async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> As
         async with asyncio.TaskGroup() as group:
             reclaiming = group.create_task(reclaimer.run())
             yield make_app(
-                [*ROUTES, *described()],
+                [*ROUTES, *image_routes.ROUTES, *described()],
                 title="OpenDSec",
                 version=_version(),
                 verify=iam.verify,
                 raw=forward.route,
-                state={"parts": parts},
+                state={"parts": parts, "images": Images(edges)},
             )
             reclaiming.cancel()
 

@@ -15,10 +15,9 @@ import msgspec
 
 from opendsec import errors
 from opendsec.apiserver.edges import Edges
-from opendsec.model.image import Image
 from opendsec.model.node import SandboxStatus
 from opendsec.wire import codec
-from opendsec.wire.contracts import ImageList, SandboxPage
+from opendsec.wire.contracts import SandboxPage
 
 MAX_PAGE = 1000
 
@@ -86,12 +85,3 @@ class Listing:
             "GET", target, project=project, request_id=request_id, repeatable=True
         )
         return codec.decode_answer(body, SandboxPage)
-
-    async def images(self, *, request_id: str) -> ImageList:
-        """Images of every edge, each name and digest once, by name."""
-        found: dict[tuple[str, str], Image] = {}
-        for name in sorted(self._edges.links):
-            _, body = await self._edges.links[name].call("GET", "/v1/images", request_id=request_id, repeatable=True)
-            for image in codec.decode_answer(body, ImageList).items:
-                found.setdefault((image.name, image.digest), image)
-        return ImageList(items=tuple(found[key] for key in sorted(found)))

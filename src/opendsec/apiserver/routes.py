@@ -29,7 +29,6 @@ from opendsec.wire.contracts import (
     BatchRequest,
     CreateRequest,
     Empty,
-    ImageList,
     SandboxPage,
 )
 
@@ -184,12 +183,6 @@ async def list_sandboxes(
     )
 
 
-@get("/v1/images", summary="Images sandboxes can start from", tags=["images"])
-async def list_images(request: Incoming) -> ImageList:
-    """Of every edge, each once."""
-    return await _parts(request).listing.images(request_id=request_id(request.scope))
-
-
 @post("/v1/keys", summary="Make an API key (admin); its secret is told this once", tags=["keys"])
 async def create_key(request: Incoming, data: JSONBody[KeyRequest]) -> NewKey:
     """For the caller's project unless another is named."""
@@ -233,7 +226,6 @@ ROUTES = (
     create_batch,
     abandon_batch,
     list_sandboxes,
-    list_images,
     create_key,
     list_keys,
     delete_key,

@@ -18,8 +18,8 @@ class ImageSource(Protocol):
     def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
         """All layers of a start in their order. ImageNotFoundError, ImageInvalidError, InvalidSpecError."""
 
-    def list(self) -> list[Image]:
-        """All of them."""
+    def names(self) -> list[str]:
+        """Of all images, sorted; cheap, whatever the images hold."""
 
 
 class AnyImage:
@@ -33,6 +33,6 @@ class AnyImage:
             name=image, digest=f"sha256:{digest}", layers=(), config=ImageConfig(), created_at=0.0, source="dummy"
         )
 
-    def list(self) -> list[Image]:
+    def names(self) -> list[str]:
         """None is kept."""
         return []

@@ -37,14 +37,14 @@ from opendsec.edge.writer import WriterThread
 from opendsec.linux.spread import spread_subdirectories
 from opendsec.model.ids import SandboxId, check_edge_name, edge_of
 from opendsec.model.image import Image
-from opendsec.model.node import BackendReport, NodeReport, SandboxEnd, SandboxState
+from opendsec.model.node import MAX_REPORTED_IMAGES, BackendReport, NodeReport, SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
 
 log = logging.getLogger(__name__)
 
 FACTS_EVERY_S = 0.5
 IMAGES_EVERY_S = 5.0
-"""The store is read as a whole for the report's list of names; a create looks its image up by itself."""
+"""The names in the store are listed for the report; a create looks its image up by itself."""
 
 _Asked = tuple[str, str, tuple[str, ...] | None]
 """Image, workspace and toolkits of a spec."""
@@ -114,7 +114,7 @@ class Node:
         self._slots = Slots()
         self._timers: Timers[Sandbox] = Timers(self._deadline, self._due)
         self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
-        self._image_names: tuple[str, ...] = ()
+        self._image_names: list[str] = []
         self._image_cache: dict[_Asked, tuple[float, Image]] = {}
         self._image_turn = asyncio.Lock()
         self._started_at = time.time()
@@ -212,7 +212,8 @@ class Node:
             accepting=not reasons,
             reasons=tuple(reasons),
             backends={kind.value: self._backend_report(kind) for kind in self._backends},
-            images=self._image_names,
+            images=tuple(self._image_names[:MAX_REPORTED_IMAGES]),
+            image_count=len(self._image_names),
             live=self._live,
             creating=self._creating,
             memory_total_mb=self._facts.memory_total_mb,
@@ -221,10 +222,6 @@ class Node:
             cpu_count=self._facts.cpu_count,
             started_at=self._started_at,
         )
-
-    async def images(self) -> list[Image]:
-        """Images of this node's store."""
-        return await asyncio.to_thread(self._images.list)
 
     # Creating
 
@@ -372,11 +369,10 @@ class Node:
     async def _look_for_images(self) -> bool:
         """Whether they are known now; else those known before count."""
         try:
-            images = await asyncio.to_thread(self._images.list)
+            self._image_names = await asyncio.to_thread(self._images.names)
         except (OSError, errors.OpenDSecError) as exc:
             log.warning("images_unknown", extra={"fields": {"reason": str(exc)}})
             return False
-        self._image_names = tuple(image.name for image in images)
         return True
 
     # The end of a sandbox

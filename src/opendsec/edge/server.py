@@ -16,6 +16,8 @@ from litestar import Request, get, patch, post
 from opendsec import errors
 from opendsec.edge.exec_routes import ExecRoutes
 from opendsec.edge.file_routes import VERBS, FileRoutes
+from opendsec.edge.image_desk import ImageDesk
+from opendsec.edge.image_routes import ImageRoutes
 from opendsec.edge.life_routes import LifeRoutes
 from opendsec.edge.node import Node
 from opendsec.edge.pack_routes import PackRoutes
@@ -27,14 +29,22 @@ from opendsec.model.spec import check_labels, check_seconds
 from opendsec.server.app import make_app
 from opendsec.server.asgi import ASGIApp, Receive, Scope, Send
 from opendsec.server.auth import Verify
-from opendsec.wire.contracts import ImageList, SandboxPage, UpdateRequest
+from opendsec.wire.contracts import SandboxPage, UpdateRequest
 
 _Asked = Request[Any, Any, Any]
 DEFAULT_PAGE, MAX_PAGE = 1000, 10_000
 
 
-def edge_app(node: Node, *, version: str, verify: Verify | None, packing: Packing | None = None) -> ASGIApp:
-    """The whole server. `verify` None: behind a Unix socket. `packing` None: nothing can be packed."""
+def edge_app(
+    node: Node,
+    *,
+    version: str,
+    verify: Verify | None,
+    packing: Packing | None = None,
+    desk: ImageDesk | None = None,
+) -> ASGIApp:
+    """The whole server. `verify` None: behind a Unix socket. `packing` None: nothing can be packed. `desk` None: this
+    edge has no images."""
     return make_app(
         [
             list_sandboxes,
@@ -42,13 +52,12 @@ def edge_app(node: Node, *, version: str, verify: Verify | None, packing: Packin
             update_sandbox,
             pause_sandbox,
             resume_sandbox,
-            list_images,
             report_node,
         ],
         title="OpenDSec edge",
         version=version,
         verify=verify,
-        raw=RawPaths(node, packing),
+        raw=RawPaths(node, packing, desk),
         state={"node": node},
     )
 
@@ -56,9 +65,10 @@ def edge_app(node: Node, *, version: str, verify: Verify | None, packing: Packin
 class RawPaths:
     """Finds the raw route of a request; None leaves it to Litestar."""
 
-    def __init__(self, node: Node, packing: Packing | None = None) -> None:
+    def __init__(self, node: Node, packing: Packing | None = None, desk: ImageDesk | None = None) -> None:
         self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
         self._packs = PackRoutes(node, packing)
+        self._images = ImageRoutes(desk)
         self._top: dict[tuple[str, str], ASGIApp] = {
             ("POST", "sandboxes"): self._lives.create,
             ("POST", "sandbox-batches"): self._lives.create_batch,
@@ -86,6 +96,8 @@ class RawPaths:
         if len(parts) < 3 or parts[1] != "v1":
             return None
         method = scope["method"]
+        if parts[2] == "images":
+            return self._images.find(method, "/".join(parts[3:]))
         if len(parts) == 3:
             return self._top.get((method, parts[2]))
         if len(parts) < 4 or parts[2] != "sandboxes":
@@ -232,12 +244,6 @@ async def resume_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
     sandbox = _sandbox(request, sandbox_id)
     await sandbox.resume()
     return sandbox.status()
-
-
-@get("/v1/images", summary="Images of this node")
-async def list_images(request: _Asked) -> ImageList:
-    """All of them."""
-    return ImageList(items=tuple(await _node(request).images()))
 
 
 @get("/v1/node", summary="How this edge is")

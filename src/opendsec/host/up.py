@@ -258,7 +258,9 @@ def _print_status(local: Local, pids: Mapping[str, int | None], report: NodeRepo
     print(f"sandboxes   {report.live} live, {report.creating} being created")
     for kind, backend in sorted(report.backends.items()):
         print(f"{kind:<11} {'available' if backend.available else '; '.join(map(str, backend.reasons))}")
-    print(f"images      {', '.join(report.images) or 'none'}")
+    more = report.image_count - len(report.images)
+    names = [*report.images, *([f"and {more} more"] if more > 0 else [])]
+    print(f"images      {', '.join(names) or 'none'}")
 
 
 def _print_json(value: object) -> None:

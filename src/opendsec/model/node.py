@@ -86,6 +86,9 @@ class BackendReport:
     live: int = 0
 
 
+MAX_REPORTED_IMAGES = 100
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
     """An edge's answer to 'how are you?'."""
@@ -97,6 +100,9 @@ class NodeReport:
     """Why not accepting."""
     backends: Mapping[str, BackendReport] = field(default_factory=dict)
     images: tuple[str, ...] = ()
+    """The first names of its store, at most MAX_REPORTED_IMAGES: a report is asked for every second."""
+    image_count: int = 0
+    """How many there are in all."""
     live: int = 0
     creating: int = 0
     memory_total_mb: int = 0

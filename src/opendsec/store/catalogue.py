@@ -16,7 +16,7 @@ from dataclasses import replace
 from opendsec.errors import ImageError, ImageNotFoundError, OpenDSecError
 from opendsec.model.image import Image, ImageConfig, Layer
 from opendsec.model.image_view import MAX_USED_BY, ImageDetails, ImageSummary, StartCost, StartLayer
-from opendsec.store.compose import MAX_DEPTH, split_reference
+from opendsec.store.compose import MAX_DEPTH, split_reference, to_look_at
 from opendsec.store.images import ImageStore
 
 StartCostOf = Callable[[Image], StartCost | None]
@@ -53,6 +53,14 @@ class Catalogue:
             summaries = tuple(_summary(images[name], users, self._problems.get(name, "")) for name in names[:limit])
         return summaries, names[limit - 1] if len(names) > limit else ""
 
+    def summary(self, name: str) -> ImageSummary:
+        """What a page tells of one name. ImageNotFoundError."""
+        with self._lock:
+            images, users = self._refreshed()
+            if name in images:
+                return _summary(images[name], users, self._problems.get(name, ""))
+        raise ImageNotFoundError(f"no image {name!r} in the store", detail={"image": name})
+
     def details(self, reference: str) -> ImageDetails:
         """All about the image a name, or `name@sha256:…`, means. ImageNotFoundError, ImageInvalidError."""
         image = self._store.get(reference)
@@ -73,7 +81,7 @@ class Catalogue:
             used_by_count=len(used_by),
         )
         try:
-            whole = self._store.compose(reference)
+            whole = to_look_at(self._store.get, reference)
         except OpenDSecError as error:
             return replace(details, problem=str(error))
         return _with_start(details, whole, users, self._start_cost(whole))

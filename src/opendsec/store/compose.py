@@ -64,6 +64,15 @@ def compose(look_up: Lookup, image: str, *, workspace: str = "", toolkits: Seque
     return replace(whole, digest=digest, layers=layers, config=config, base="", toolkits=(), parts=parts)
 
 
+def to_look_at(look_up: Lookup, reference: str) -> Image:
+    """The image as it can be looked at: composed; or, if it is a toolkit or workspace and lies on nothing, its own
+    layers alone, from which no sandbox could start."""
+    image = look_up(reference)
+    if image.layers and not image.base and image.layers[0].role is not LayerRole.BASE:
+        return replace(image, toolkits=(), parts=(_as_part(image, PartKind(image.layers[0].role.value)),))
+    return compose(look_up, reference)
+
+
 def _with_base(look_up: Lookup, reference: str) -> Image:
     """An image on its base, and that on its own. The base is left named, to say that it is not the image alone."""
     image = _found(look_up, reference, "image")

@@ -12,7 +12,12 @@ Management (JSON)
     POST   /v1/sandboxes/{id}/pause | /resume   → SandboxStatus
     POST   /v1/sandboxes/{id}/pack              PackRequest → 200, NDJSON of PackEvent; the last line has `result` or
                                                 `error`, without it the answer was cut
-    GET    /v1/images                           → ImageList
+    GET    /v1/images?prefix=&limit=&cursor=    → ImagePage, by name
+    DELETE /v1/images?image=&force=BOOL         → ImageSummary of what the name meant
+    GET    /v1/images/inspect?image=            → ImageDetails
+    GET    /v1/images/tree?image=&path=&depth=  → NDJSON of TreeEntry: what a sandbox that was just started would see
+    GET    /v1/images/diff?before=&after=&times=BOOL          → NDJSON of Difference
+    POST   /v1/images/tag | /compose            TagRequest | ComposeRequest → ImageSummary
     GET    /v1/node                             → NodeReport            (edge only)
     GET    /healthz                             → 200 "ok"
 Commands
@@ -54,7 +59,8 @@ from dataclasses import dataclass
 from opendsec.model.command import CommandStatus
 from opendsec.model.file import FileStat
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import Image, LayerRole
+from opendsec.model.image import ImageConfig, LayerRole
+from opendsec.model.image_view import ImageSummary
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import Lifetime, SandboxSpec
 
@@ -208,10 +214,41 @@ class CommandList:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ImageList:
-    """Images of this node or cluster."""
+class ImagePage:
+    """One page of images, by name; `cursor` is "" on the last."""
 
-    items: tuple[Image, ...]
+    items: tuple[ImageSummary, ...]
+    cursor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TagRequest:
+    """Let `name` mean the image the reference `image` means now."""
+
+    name: str
+    image: str
+    """`scratch` is an image without a single file, which is always there."""
+    config: ImageConfig | None = None
+    """The same files with these defaults of commands, and with what it refers to made its own; None: as it is."""
+    replace: bool = False
+    """Also when it means another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComposeRequest:
+    """Make an image that refers to others; nothing is copied."""
+
+    name: str
+    base: str
+    """Reference to the image below."""
+    workspace: str | None = None
+    """Reference to the image whose layers become its own."""
+    toolkits: tuple[str, ...] | None = None
+    """References, lowest first; None: those the base asks for."""
+    pin: bool = False
+    """Write the references down with their digests, so that it never changes."""
+    replace: bool = False
+    """Let the name mean it also when it means another."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,7 +18,8 @@ from litestar.params import FromPath, FromQuery, JSONBody, QueryParameter
 
 from opendsec import errors
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import Image, ImageConfig
+from opendsec.model.image import ImageConfig
+from opendsec.model.image_view import ImageDetails, ImageSummary
 from opendsec.model.node import NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import SandboxSpec
 from opendsec.server.app import make_app
@@ -27,7 +28,15 @@ from opendsec.server.auth import constant_token
 from opendsec.server.runner import Address, listen, run, serve
 from opendsec.server.streams import AsgiAnswer, StreamAnswer, ndjson_answer
 from opendsec.wire import codec
-from opendsec.wire.contracts import BatchItem, BatchRequest, CreateRequest, ImageList, SandboxPage
+from opendsec.wire.contracts import (
+    NDJSON_MEDIA_TYPE,
+    BatchItem,
+    BatchRequest,
+    CreateRequest,
+    ImagePage,
+    SandboxPage,
+    TagRequest,
+)
 
 Incoming = Request[Any, Any, Any]
 Labels = FromQuery[list[str] | None]
@@ -37,13 +46,14 @@ InState = Annotated[str, QueryParameter(name="state")]
 @dataclass
 class EdgeDouble:
     """`capacity`: sandboxes it admits; `start_s`: how long a start takes; `cut_after`: bytes a download breaks at;
-    `stuck`: a sandbox whose removal never ends."""
+    `stuck`: a sandbox whose removal never ends; `keeps_images`: refuses to remove one."""
 
     name: str
     capacity: int = 1_000_000
     start_s: float = 0.0
     cut_after: int = 0
     stuck: str = ""
+    keeps_images: bool = False
     images: tuple[str, ...] = ("debian",)
     sandboxes: dict[SandboxId, SandboxStatus] = field(default_factory=dict)
     starts: list[SandboxId] = field(default_factory=list)
@@ -205,14 +215,88 @@ async def echo(request: Incoming, sandbox_id: FromPath[str]) -> AsgiAnswer:
     return AsgiAnswer(answer, media_type="application/octet-stream")
 
 
-@get("/v1/images")
-async def images(request: Incoming) -> ImageList:
-    return ImageList(
-        items=tuple(
-            Image(name=name, digest=f"sha256:{name}", layers=(), config=ImageConfig(), created_at=1.0)
-            for name in _double(request).images
-        )
+def _summary(name: str) -> ImageSummary:
+    return ImageSummary(
+        name=name,
+        digest=f"sha256:{name}",
+        created_at=1.0,
+        source="",
+        roles=(),
+        layer_count=0,
+        size_bytes=0,
+        shared_bytes=0,
     )
+
+
+def _known(double: EdgeDouble, image: str) -> str:
+    if image not in double.images:
+        raise errors.ImageNotFoundError(f"no image {image!r}", detail={"image": image})
+    return image
+
+
+@get("/v1/images")
+async def images(
+    request: Incoming, prefix: FromQuery[str] = "", limit: FromQuery[int] = 1000, cursor: FromQuery[str] = ""
+) -> ImagePage:
+    names = [name for name in sorted(_double(request).images) if name > cursor and name.startswith(prefix)]
+    return ImagePage(items=tuple(map(_summary, names[:limit])), cursor=names[limit - 1] if len(names) > limit else "")
+
+
+@get("/v1/images/inspect")
+async def inspect_image(request: Incoming, image: FromQuery[str]) -> ImageDetails:
+    double = _double(request)
+    return ImageDetails(
+        name=_known(double, image),
+        digest=f"sha256:{image}",
+        created_at=1.0,
+        source=f"edge {double.name}",
+        config=ImageConfig(),
+        layers=(),
+        base="",
+        toolkits=(),
+        size_bytes=0,
+    )
+
+
+@delete("/v1/images", status_code=200)
+async def remove_image(request: Incoming, image: FromQuery[str], force: FromQuery[bool] = False) -> ImageSummary:
+    double = _double(request)
+    if double.keeps_images and not force:
+        raise errors.ConflictError(f"image {image!r} is needed")
+    summary = _summary(_known(double, image))
+    double.images = tuple(name for name in double.images if name != image)
+    return summary
+
+
+@post("/v1/images/tag", status_code=200)
+async def tag_image(request: Incoming, data: JSONBody[TagRequest]) -> ImageSummary:
+    double = _double(request)
+    _known(double, data.image)
+    double.images = (*double.images, data.name)
+    return _summary(data.name)
+
+
+@get("/v1/images/tree")
+async def image_tree(request: Incoming, image: FromQuery[str]) -> StreamAnswer:
+    """`cut_after` bytes at most of 20,000 lines."""
+    double = _double(request)
+    _known(double, image)
+
+    async def lines() -> AsyncGenerator[bytes]:
+        double.streaming += 1
+        sent = 0
+        try:
+            for number in range(20_000):
+                if double.cut_after and sent >= double.cut_after:
+                    raise errors.NodeError("cut by the test")
+                line = b'{"number": %d}\n' % number
+                sent += len(line)
+                yield line
+        finally:
+            double.streaming -= 1
+            double.gone += sent < 300_000
+
+    return StreamAnswer(lines(), media_type=NDJSON_MEDIA_TYPE)
 
 
 @get("/v1/node")
@@ -223,7 +307,8 @@ async def node(request: Incoming) -> NodeReport:
 
 def make_double(double: EdgeDouble, *, token: str) -> ASGIApp:
     """Its ASGI app."""
-    routes = [create, batch, list_all, one, stop, download, upload, echo, images, node]
+    about_images = [images, inspect_image, remove_image, tag_image, image_tree]
+    routes = [create, batch, list_all, one, stop, download, upload, echo, *about_images, node]
 
     def raw(scope: Scope) -> ASGIApp | None:
         if "nowhere" in scope["path"]:

@@ -204,7 +204,7 @@ class FakeServer:
             case "GET", ["sandboxes"]:
                 return _json(self._page(request))
             case "GET", ["images"]:
-                return _json(contracts.ImageList(items=()))
+                return _json(contracts.ImagePage(items=()))
             case _, ["sandboxes", sandbox_id, *rest]:
                 return await self._of_sandbox(request, sandbox_id, rest)
             case _:

@@ -127,24 +127,25 @@ async def test_a_store_that_cannot_be_read_does_not_stop_the_measuring(
     asked = 0
 
     class Damaged(AnyImage):
-        def list(self) -> list[Image]:
+        def names(self) -> list[str]:
             nonlocal asked
             asked += 1
-            raise ImageInvalidError("the tag of an image is damaged")
+            raise PermissionError("the store's directory cannot be read")
 
     backends = {BackendKind.DUMMY: DummyBackend()}
     async with Node(settings_below(tmp_path), backends=backends, images=Damaged()):
         await until(lambda: asked > 3)
 
 
-async def test_the_first_report_names_the_images(tmp_path: Path) -> None:
-    class One(AnyImage):
-        def list(self) -> list[Image]:
-            return [self.compose("debian")]
+async def test_the_first_report_names_images_and_stays_small(tmp_path: Path) -> None:
+    class Many(AnyImage):
+        def names(self) -> list[str]:
+            return [f"image-{number:05}" for number in range(10_000)]
 
     backends = {BackendKind.DUMMY: DummyBackend()}
-    async with Node(settings_below(tmp_path), backends=backends, images=One()) as node:
-        assert node.report().images == ("debian",)
+    async with Node(settings_below(tmp_path), backends=backends, images=Many()) as node:
+        report = node.report()
+        assert (report.images[0], len(report.images), report.image_count) == ("image-00000", 100, 10_000)
 
 
 async def test_an_edge_that_lost_its_timers_ends(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Self
 
 from opendsec.client._async.batch import batch_items
+from opendsec.client._async.images import Images
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
@@ -18,11 +19,10 @@ from opendsec.client.run_args import DSecContainerRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
 from opendsec.model.ids import edge_of
-from opendsec.model.image import Image
 from opendsec.model.node import SandboxState, SandboxStatus
 from opendsec.model.spec import MAX_BATCH, check_seconds
 from opendsec.wire import contracts
-from opendsec.wire.contracts import AbandonRequest, BatchRequest, CreateRequest, Empty, ImageList, SandboxPage
+from opendsec.wire.contracts import AbandonRequest, BatchRequest, CreateRequest, Empty, SandboxPage
 
 DEFAULT_TIMEOUT_S = 60.0
 BATCH_TIMEOUT_S = 3600.0
@@ -73,6 +73,8 @@ class DSecClient:
         check_seconds(timeout, "timeout")
         endpoint = find_endpoint(api_url, api_key)
         self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
+        self.images = Images(self._transport)
+        """The images of the platform."""
 
     def __repr__(self) -> str:
         return f"DSecClient({self.api_url!r})"
@@ -224,10 +226,6 @@ class DSecClient:
             cursor = page.cursor
             if not cursor:
                 return
-
-    async def images(self) -> tuple[Image, ...]:
-        """The images sandboxes can be started from."""
-        return (await self._transport.call("GET", target("images"), ImageList)).items
 
     async def stop(self, sandbox_id: str, *, timeout: float | None = None) -> SandboxStatus:
         """Stop a sandbox by its id. May be repeated, in every state."""
