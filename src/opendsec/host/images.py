@@ -10,13 +10,9 @@ from typing import Annotated
 import typer
 
 from opendsec.cli.output import Json, print_json, print_line, print_table, size, when
-from opendsec.errors import InvalidSpecError
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
-from opendsec.model.ids import check_image_name
-from opendsec.model.image import Image, ImageConfig
+from opendsec.model.image import Image
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
-from opendsec.store.importers import ImportRequest, import_image
-from opendsec.store.importers.source import parse_source
 
 _PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
@@ -47,29 +43,7 @@ def build(
         image = build_debian(
             open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress
         )
-    _print_image(image, as_json=as_json)
-
-
-@app.command("import")
-def import_source(
-    name: Name,
-    source: Annotated[str, typer.Argument(help="A directory, a tar archive (also compressed), or oci:DIR[:REF].")],
-    env: Annotated[list[str] | None, typer.Option("--env", help="NAME=value for commands; may be repeated.")] = None,
-    workdir: Annotated[str | None, typer.Option(help="Working directory of commands.")] = None,
-    user: Annotated[str | None, typer.Option(help="User of commands: name, uid, or user:group.")] = None,
-    replace: Replace = False,
-    as_json: Json = False,
-) -> None:
-    """Import an image. --env, --workdir and --user are for directories and archives; an OCI image brings its own."""
-    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
-        request = ImportRequest(
-            name=check_image_name(name, field="name"),
-            source=parse_source(source),
-            config=_given_config(env, workdir, user),
-            replace=replace,
-        )
-        image = import_image(open_store(), request, on_progress=on_progress)
-    _print_image(image, as_json=as_json)
+    print_image(image, as_json=as_json)
 
 
 @app.command("ls")
@@ -106,13 +80,17 @@ def inspect(name: Name, as_json: Json = False) -> None:
 
 
 @app.command("rm")
-def remove(names: Annotated[list[str], typer.Argument(help="Names of images.")], as_json: Json = False) -> None:
-    """Remove images, and layers no other image needs. Running sandboxes keep theirs until they end."""
+def remove(
+    names: Annotated[list[str], typer.Argument(help="Names of images.")],
+    force: Annotated[bool, typer.Option("--force", help="Also what other images lie on or ask for.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Forget names of images. `gc` deletes what nobody needs then; running sandboxes keep theirs."""
     removed = []
     with errors_shown(as_json):
         store = open_store()
         for name in names:
-            removed.append(store.remove(name))
+            removed.append(store.remove(name, force=force))
             if not as_json:
                 print_line(f"removed {name}")
     if as_json:
@@ -133,24 +111,12 @@ def _environment() -> Mapping[str, str]:
     return os.environ
 
 
-def _given_config(env: list[str] | None, workdir: str | None, user: str | None) -> ImageConfig | None:
-    """None when nothing was said, so that an OCI image's own config is not mistaken for overridden."""
-    if env is None and workdir is None and user is None:
-        return None
-    variables = {}
-    for item in env or []:
-        name, separator, value = item.partition("=")
-        if not separator:
-            raise InvalidSpecError(f"env: {item[:80]!r} is not NAME=value", detail={"field": "env"})
-        variables[name] = value
-    return ImageConfig(env=variables, workdir=workdir or "/", user=user or "")
-
-
 def _split(include: list[str]) -> tuple[str, ...]:
     return tuple(package for item in include for package in item.replace(",", " ").split())
 
 
-def _print_image(image: Image, *, as_json: bool) -> None:
+def print_image(image: Image, *, as_json: bool) -> None:
+    """What was made."""
     if as_json:
         print_json(to_json(image))
     else:

@@ -22,6 +22,7 @@ from opendsec.errors import (
     UnauthorizedError,
 )
 
+_PREFIX = re.compile(r'Error parsing image name "[^"]*": ')
 _FULL = re.compile(r"no space left|disk quota exceeded", re.IGNORECASE)
 _LIMITED = re.compile(r"toomanyrequests|too many requests|\b429\b", re.IGNORECASE)
 _REFUSED = re.compile(
@@ -48,8 +49,9 @@ def registry_error(reference: str, status: int, tail: Sequence[str]) -> OpenDSec
     words = _last_words(tail)
     host = reference.partition("/")[0]
     detail = {"image": reference, "registry": host, "status": status}
+    about = words.replace(reference, "").replace(host, "")  # Which may look like a word of the registry's.
     for pattern, make in _MEANINGS:
-        if pattern.search(words):
+        if pattern.search(about):
             return make(reference, host, words, detail)
     return NodeError(f"skopeo ended with status {status}: {words}", detail=detail, retryable=False)
 
@@ -121,4 +123,4 @@ def _last_words(tail: Sequence[str]) -> str:
     lines = [line for line in tail if "level=fatal" in line or "level=error" in line] or list(tail)[-1:]
     match = re.search(r'msg="(.*)"', lines[-1]) if lines else None
     text = match[1].replace('\\"', '"') if match else (lines[-1] if lines else "it said nothing")
-    return text[-600:]
+    return _PREFIX.sub("", text)[-600:]

@@ -37,7 +37,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("oci-archive:file.tar", SourceKind.OCI_ARCHIVE, "file.tar", ""),
         ("oci-archive:file.tar:v1", SourceKind.OCI_ARCHIVE, "file.tar", "v1"),
         ("docker-archive:file.tar:host:5000/name:tag", SourceKind.DOCKER_ARCHIVE, "file.tar", "host:5000/name:tag"),
-        ("docker://host/a/b_c:1.2", SourceKind.REGISTRY, ".", "host/a/b_c:1.2"),
+        ("docker://host.x/a/b_c:1.2", SourceKind.REGISTRY, ".", "host.x/a/b_c:1.2"),
         ("docker://localhost/x", SourceKind.REGISTRY, ".", "localhost/x"),
         ("docker://h:5000/x@sha256:" + "0" * 64, SourceKind.REGISTRY, ".", "h:5000/x@sha256:" + "0" * 64),
     ],
@@ -60,8 +60,6 @@ def test_meant(text: str, kind: SourceKind, path: str, ref: str) -> None:
         "docker://x",
         "docker:h.x/y",
         "archive:file.tar",
-    ]
-    + [
         "docker://library/python",
         "docker://h.x/UP",
         "docker://h.x/../y",
