@@ -191,20 +191,31 @@ class ImageStore:
         self._scratch.mkdir(mode=0o700, parents=True, exist_ok=True)
         return staged(self._scratch, self._scratch / ".lock")
 
-    def stage_layer(self, meta: Path, data: Path | None = None, *, role: LayerRole = LayerRole.BASE) -> StagedLayer:
-        """Hash and sync finished files of one staging directory. Nobody may change them afterwards."""
+    def stage_layer(
+        self,
+        meta: Path,
+        data: Path | None = None,
+        *,
+        role: LayerRole = LayerRole.BASE,
+        table: bytes | None = None,
+    ) -> StagedLayer:
+        """Hash and sync finished files of one staging directory. Nobody may change them afterwards.
+
+        `table`: the data's, from those who have hashed and synced it already.
+        """
         with disk_full_named(self.root):
             mounted = _hashed(meta)
             if data is None:
                 layer = Layer(digest=mounted.digest, size_bytes=mounted.size_bytes, role=role)
                 return StagedLayer(layer=layer, meta=meta)
-            content = make_table(data)
-            table = data.with_name(f"{data.name}.table")
-            write_synced(table, content)
+            content = make_table(data) if table is None else table
+            table_file = data.with_name(f"{data.name}.table")
+            write_synced(table_file, content)
             data.chmod(0o444)
-            sync_file(data)
+            if table is None:
+                sync_file(data)
             stored = Blob(digest=table_digest(content), size_bytes=data.stat().st_size)
-        return StagedLayer(layer=two_file_layer(mounted, stored, role=role), meta=meta, data=data, table=table)
+        return StagedLayer(layer=two_file_layer(mounted, stored, role=role), meta=meta, data=data, table=table_file)
 
     def publish(
         self,

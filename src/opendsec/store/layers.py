@@ -7,12 +7,17 @@ a sandbox, whose whiteouts (character devices 0:0) and opaque directories (`trus
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 from opendsec.model.image import LayerRole
-from opendsec.store.erofs import TreeFacts, make_erofs
+from opendsec.store.erofs import TreeFacts, make_erofs, mkfs_version
+from opendsec.store.following import Following
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.progress import OnProgress, quietly
+
+_GOES_BACK = (1, 8)
+"""Version of mkfs.erofs from which on the data may not be written from the first byte to the last."""
 
 
 def make_layer(
@@ -34,14 +39,17 @@ def make_layer(
     change again. Raises DiskFullError, ImageInvalidError, HostCapabilityError.
     """
     meta, data = work / f"{name}.meta", work / f"{name}.data"
-    split = make_erofs(
-        meta,
-        tree,
-        data=data,
-        facts=facts,
-        leave_out=leave_out,
-        leave_out_regexes=leave_out_regexes,
-        on_progress=on_progress,
-    )
-    on_read()
-    return store.stage_layer(meta, data if split else None, role=role)
+    with ExitStack() as stack:
+        following = stack.enter_context(Following(data)) if mkfs_version() < _GOES_BACK else None
+        split = make_erofs(
+            meta,
+            tree,
+            data=data,
+            facts=facts,
+            leave_out=leave_out,
+            leave_out_regexes=leave_out_regexes,
+            on_progress=on_progress,
+        )
+        on_read()
+        table = following.finish() if split and following is not None else None
+    return store.stage_layer(meta, data if split else None, role=role, table=table)
