@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests.shared_store import moosefs
 
 from opendsec.errors import ImageError
 from opendsec.linux import probe
@@ -41,7 +42,7 @@ def _image() -> str | None:
     return None
 
 
-_OWN: dict[str, Callable[[], str | None]] = {"native": _native, "image": _image}
+_OWN: dict[str, Callable[[], str | None]] = {"native": _native, "image": _image, "moosefs": moosefs.missing}
 
 
 @functools.cache
