@@ -39,7 +39,7 @@ def locked(lock_file: Path, *, wait: bool = True) -> Iterator[None]:
 
     Raises HostCapabilityError when the file system knows no locks.
     """
-    fd = os.open(lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _open_or_make(lock_file)
     try:
         _flock(fd, lock_file, wait=wait)
         yield
@@ -54,12 +54,23 @@ def kernel_id() -> str:
 
 def file_system_time(file: Path) -> float:
     """Now by the clock that times of this file system's files come from; touches the file, which is made if need be."""
-    fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = _open_or_make(file)
     try:
         os.utime(fd)
         return os.fstat(fd).st_mtime
     finally:
         os.close(fd)
+
+
+def _open_or_make(file: Path) -> int:
+    """When another node makes the file in the same moment, clients of network file systems say EEXIST, as if it had
+    been asked for.
+    """
+    flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
+    try:
+        return os.open(file, flags | os.O_CREAT, 0o600)
+    except FileExistsError:
+        return os.open(file, flags)
 
 
 @contextmanager
