@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import fcntl
 import logging
 import os
 import secrets
@@ -26,10 +25,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from opendsec import errors
+from opendsec.host import fanotify_loader
+from opendsec.host.guardian import alone, stop_signals
 from opendsec.linux import fuse
 from opendsec.linux.mount import mountinfo, unmount
 from opendsec.linux.process import has_ended, identify, reap, send_signal, spawn
 from opendsec.server.logs import configure
+from opendsec.store.loading.base import LoaderKind
 from opendsec.store.loading.cache import ChunkCache
 from opendsec.store.loading.control import ControlServer
 from opendsec.store.loading.daemon import Daemon
@@ -63,6 +65,8 @@ def main(arguments: list[str] | None = None) -> int:
     run_dir = Path(os.environ.get("OPENDSEC_RUN_DIR") or "/run/opendsec")
     try:
         settings = read_loading(os.environ, state_dir=state)
+        if settings.kind is LoaderKind.FANOTIFY:
+            return fanotify_loader.guard(settings, state, run_dir)
         if options.serve_fd is None:
             return guard(run_dir)
         for descriptor in (options.serve_fd, options.guardian_fd):
@@ -79,7 +83,7 @@ def main(arguments: list[str] | None = None) -> int:
 def guard(run_dir: Path) -> int:
     """Until SIGTERM, or a server that dies and dies. Raises ConflictError when there is another guardian."""
     serving = run_dir / SERVING
-    with _alone(run_dir), _stop_signals() as stop_fd, _device() as device:
+    with alone(run_dir), stop_signals() as stop_fd, _device() as device:
         with contextlib.suppress(PermissionError):
             Path("/proc/self/oom_score_adj").write_text(_OUT_OF_MEMORY_SCORE, encoding="ascii")
         data = run_dir / DATA
@@ -148,21 +152,6 @@ def _end(pid: int, pidfd: int) -> None:
 
 
 @contextlib.contextmanager
-def _alone(run_dir: Path) -> Iterator[None]:
-    run_dir.mkdir(mode=0o755, parents=True, exist_ok=True)
-    (run_dir / "loader").mkdir(mode=0o700, exist_ok=True)
-    fd = os.open(run_dir / "loader" / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise errors.ConflictError(f"a loader runs already on {run_dir}") from error
-        yield
-    finally:
-        os.close(fd)
-
-
-@contextlib.contextmanager
 def _device() -> Iterator[int]:
     try:
         fd = fuse.open_device()
@@ -176,22 +165,6 @@ def _device() -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _stop_signals() -> Iterator[int]:
-    """A descriptor that can be read once SIGTERM or SIGINT has come."""
-    read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-    before = {one: signal.signal(one, lambda *_: None) for one in (signal.SIGTERM, signal.SIGINT)}
-    signal.set_wakeup_fd(write_end)
-    try:
-        yield read_end
-    finally:
-        signal.set_wakeup_fd(-1)
-        for number, handler in before.items():
-            signal.signal(number, handler)
-        os.close(read_end)
-        os.close(write_end)
 
 
 def _own_identity() -> str:
@@ -211,7 +184,7 @@ def serve(settings: LoadingSettings, state: Path, run_dir: Path, device: int, gu
     source = ChunkSource(
         open_files(settings.address, attempt_s=settings.attempt_s), patience_s=settings.patience_s * 0.9
     )
-    with _stop_signals() as stop_fd, ChunkCache(kept / "data", limit_bytes=limit) as cache:
+    with stop_signals() as stop_fd, ChunkCache(kept / "data", limit_bytes=limit) as cache:
         daemon = Daemon(source, cache, local=kept, attached=run_dir / "loader", patience_s=settings.patience_s)
         control = ControlServer(run_dir / SOCKET, daemon.answer)
         if again:

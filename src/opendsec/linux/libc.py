@@ -65,6 +65,7 @@ _NR_MOVE_MOUNT = 429
 _NR_FSOPEN = 430
 _NR_FSCONFIG = 431
 _NR_FSMOUNT = 432
+_NR_PIDFD_GETFD = 438
 _NR_MOUNT_SETATTR = 442
 
 FALLOC_FL_KEEP_SIZE = 0x1
@@ -254,6 +255,12 @@ def fanotify_init(flags: int, event_flags: int) -> int:
 def fanotify_mark(group_fd: int, flags: int, mask: int, dirfd: int, path: str | Path) -> None:
     """fanotify_mark(2)."""
     _check(_libc.fanotify_mark(group_fd, flags, mask, dirfd, os.fsencode(path)), "fanotify_mark", path)
+
+
+def pidfd_getfd(pidfd: int, target_fd: int) -> int:
+    """pidfd_getfd(2): a duplicate of another process's descriptor."""
+    result = _syscall(_NR_PIDFD_GETFD, ctypes.c_int(pidfd), ctypes.c_int(target_fd), ctypes.c_uint(0))
+    return _check(result, "pidfd_getfd")
 
 
 def mallopt(parameter: int, value: int) -> bool:
