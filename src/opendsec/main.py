@@ -15,6 +15,7 @@ import typer
 
 from opendsec.cli import exits
 from opendsec.cli.app import app as client_app
+from opendsec.cli.image_group import Here
 from opendsec.cli.output import print_error, print_line
 from opendsec.errors import OpenDSecError
 
@@ -25,7 +26,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
     """Run the command line and leave with its exit status."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        app_for(words)(words, prog_name="opendsec")
+        app_for(words)(words, prog_name="opendsec", obj=_images_here(words))
     except OpenDSecError as error:
         print_error(error, as_json=asks_for_json(words))
         sys.exit(exits.of_error(error))
@@ -62,6 +63,15 @@ def _merged(client: typer.Typer, host: typer.Typer) -> typer.Typer:
     merged.info = client.info
     merged.registered_commands = [*client.registered_commands, *host.registered_commands]
     return merged
+
+
+def _images_here(words: Sequence[str]) -> Here | None:
+    """Where commands about images look unless they are to ask a platform; see `opendsec.cli.image_group`."""
+    if words[:1] != ["image"]:
+        return None
+    from opendsec.host.images_here import unless_a_platform_is_named
+
+    return unless_a_platform_is_named()
 
 
 def _show_version(wanted: bool) -> None:

@@ -6,31 +6,39 @@ import asyncio
 import signal
 import sys
 from collections.abc import Awaitable, Callable
-from typing import NoReturn
+from contextlib import AbstractAsyncContextManager
+from typing import NoReturn, TypeVar
 
 import typer
 
 from opendsec import DSecClient
 from opendsec.cli import exits
 
-Main = Callable[[DSecClient], Awaitable[int]]
+T = TypeVar("T")
+Main = Callable[[T], Awaitable[int]]
+Opening = Callable[[], AbstractAsyncContextManager[T]]
 
 
-def with_client(main: Main) -> NoReturn:
+def with_client(main: Main[DSecClient]) -> NoReturn:
     """Run `main` with a client and leave with the status it returns.
 
     SIGINT and SIGTERM cancel it, so that its `finally` blocks run (a sandbox of `run` is stopped), then set the status.
     """
+    with_opened(DSecClient, main)
+
+
+def with_opened(opening: Opening[T], main: Main[T]) -> NoReturn:
+    """As `with_client`, with whatever `opening` opens."""
     try:
-        status = _run(main)
+        status = _run(opening, main)
     except BrokenPipeError:
         leave_broken_pipe()
     raise typer.Exit(status)
 
 
-def _run(main: Main) -> int:
+def _run(opening: Opening[T], main: Main[T]) -> int:
     try:
-        return asyncio.run(_guarded(main))
+        return asyncio.run(_guarded(opening, main))
     except BaseExceptionGroup as group:
         raise first_cause(group) from None
 
@@ -41,7 +49,7 @@ def first_cause(group: BaseExceptionGroup[BaseException]) -> BaseException:
     return first_cause(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _guarded(main: Main) -> int:
+async def _guarded(opening: Opening[T], main: Main[T]) -> int:
     loop = asyncio.get_running_loop()
     task = asyncio.current_task()
     received: list[signal.Signals] = []
@@ -54,8 +62,8 @@ async def _guarded(main: Main) -> int:
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop, number)
     try:
-        async with DSecClient() as client:
-            return await main(client)
+        async with opening() as opened:
+            return await main(opened)
     except asyncio.CancelledError:
         if not received:
             raise

@@ -47,7 +47,7 @@ def errors_shown(as_json: bool) -> Iterator[None]:
         print_error(error, as_json=as_json)
         raise typer.Exit(1) from error
     except OSError as error:
-        print_error(_of_host(error), as_json=as_json)
+        print_error(of_host(error), as_json=as_json)
         raise typer.Exit(1) from error
 
 
@@ -55,7 +55,7 @@ def _terminated(_number: int, _frame: object) -> NoReturn:
     raise SystemExit(TERMINATED)
 
 
-def _of_host(error: OSError) -> OpenDSecError:
+def of_host(error: OSError) -> OpenDSecError:
     """A failed system call of ours: this machine's fault, or the user's for not being root."""
     words = f"{error.filename}: {error.strerror}" if error.filename else str(error)
     if isinstance(error, PermissionError) and os.geteuid() != 0:

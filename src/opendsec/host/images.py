@@ -1,4 +1,4 @@
-"""`opendsec image …`: make, import, list, inspect and remove images of this machine's store."""
+"""`opendsec image build-debian`: make a base image on this machine. And what is printed of an image that was made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from opendsec.cli.output import Json, print_json, print_line, print_table, size, when
+from opendsec.cli.output import Json, print_json, print_line, size
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
 from opendsec.model.image import Image
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
@@ -44,57 +44,6 @@ def build(
             open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress
         )
     print_image(image, as_json=as_json)
-
-
-@app.command("ls")
-def list_images(as_json: Json = False) -> None:
-    """List the images of this machine."""
-    with errors_shown(as_json):
-        images = open_store().list()
-    if as_json:
-        print_json([to_json(image) for image in images])
-        return
-    rows = (
-        (image.name, image.digest[7:19], size(image_size(image)), when(image.created_at), image.source)
-        for image in images
-    )
-    print_table(("NAME", "DIGEST", "SIZE", "CREATED", "SOURCE"), rows)
-
-
-@app.command("inspect")
-def inspect(name: Name, as_json: Json = False) -> None:
-    """Show what is known about an image: digest, layers, and the defaults of commands."""
-    with errors_shown(as_json):
-        image = open_store().get(name)
-    if as_json:
-        print_json(to_json(image))
-        return
-    config = image.config
-    rows = [("digest", image.digest), ("size", size(image_size(image))), ("created", when(image.created_at))]
-    rows += [("source", image.source), ("user", config.user or "root"), ("workdir", config.workdir)]
-    rows += [("env", f"{key}={value}") for key, value in config.env.items()]
-    rows += [("entrypoint", part) for part in config.entrypoint] + [("cmd", part) for part in config.cmd]
-    rows += [("label", f"{key}={value}") for key, value in config.labels.items()]
-    rows += [("layer", f"{layer.digest} {layer.role.value} {size(layer.size_bytes)}") for layer in image.layers]
-    print_table(("IMAGE", image.name), rows)
-
-
-@app.command("rm")
-def remove(
-    names: Annotated[list[str], typer.Argument(help="Names of images.")],
-    force: Annotated[bool, typer.Option("--force", help="Also what other images lie on or ask for.")] = False,
-    as_json: Json = False,
-) -> None:
-    """Forget names of images. `gc` deletes what nobody needs then; running sandboxes keep theirs."""
-    removed = []
-    with errors_shown(as_json):
-        store = open_store()
-        for name in names:
-            removed.append(store.remove(name, force=force))
-            if not as_json:
-                print_line(f"removed {name}")
-    if as_json:
-        print_json([to_json(image) for image in removed])
 
 
 def to_json(image: Image) -> dict[str, object]:
