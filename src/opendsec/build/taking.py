@@ -1,0 +1,359 @@
+"""Take one step in a sandbox of its own: run the program, copy the files, make the directory.
+
+Sandboxes are the builder's guests: they end with the block they are started in, and one whose builder died ends by
+itself within TTL_S, because the builder has to prolong its life while it lives.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import anyio
+
+from opendsec.build.context import Source
+from opendsec.build.items import (
+    Changes,
+    Item,
+    Owner,
+    archive_items,
+    context_items,
+    directory_item,
+    inline_item,
+    is_archive,
+    stream,
+)
+from opendsec.build.owners import needs_accounts, resolve_owner
+from opendsec.build.patterns import has_wildcard, names_matching
+from opendsec.build.relay import Relay
+from opendsec.build.steps import Copy, MakeDirectory, Run
+from opendsec.client._async.client import DSecClient
+from opendsec.client._async.process import Process, ProcessOutput
+from opendsec.client._async.sandbox import Sandbox
+from opendsec.client.concurrency import async_blocking
+from opendsec.client.run_args import DSecContainerRunArgs
+from opendsec.client.tree_format import END
+from opendsec.errors import CommandFailedError, ExecError, FileError, InvalidSpecError
+from opendsec.model.command import CommandResult, EndReason
+
+ROOT = "0:0"
+"""By number: an image may have no accounts."""
+TTL_S = 600.0
+"""A sandbox of a builder that died is gone after that at the latest."""
+_PROLONG_EVERY_S = 60.0
+_TAIL_BYTES = 4000
+ANYWHERE = {"*": True}
+
+OnOutput = Callable[[bytes], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inputs:
+    """What a COPY takes from this machine: found and hashed before it is decided whether to take the step."""
+
+    digest: str = ""
+    sources: tuple[Source, ...] = ()
+    files: Mapping[Path, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """Of the sandboxes of a build; None is the node's default."""
+
+    memory_limit_mb: int | None = None
+    cpu_cores_limit: float | None = None
+
+
+class Guests:
+    """Starts the sandboxes of one build."""
+
+    def __init__(self, client: DSecClient, *, label: str, limits: Limits) -> None:
+        self._client = client
+        self._label = label
+        self._limits = limits
+
+    @asynccontextmanager
+    async def started(self, image: str, *, network: bool = False) -> AsyncIterator[Sandbox]:
+        """A sandbox of exactly this image, root's, for a block."""
+        began = time.monotonic()
+        args = DSecContainerRunArgs(
+            container_image=image,
+            toolkits=(),
+            memory_limit_mb=self._limits.memory_limit_mb,
+            cpu_cores_limit=self._limits.cpu_cores_limit,
+            pids_limit=None,
+            ttl_running_stop=None,
+            ttl_max_stop=TTL_S,
+            network_rules=ANYWHERE if network else {},
+            init_user=ROOT,
+            workdir="/",
+            labels={"opendsec.build": self._label},
+        )
+        async with self._client.container(args) as sandbox, anyio.create_task_group() as group:
+            group.start_soon(_prolong, sandbox, began)
+            try:
+                yield sandbox
+            finally:
+                group.cancel_scope.cancel()
+
+
+async def _prolong(sandbox: Sandbox, began: float) -> None:
+    """`ttl_max_stop` counts from the sandbox's beginning, which is not before `began`."""
+    while True:
+        await anyio.sleep(_PROLONG_EVERY_S)
+        await sandbox.update(ttl_max_stop=time.monotonic() - began + TTL_S)
+
+
+async def run(sandbox: Sandbox, step: Run, where: str, on_output: OnOutput) -> None:
+    """Run the program to its end. Raises CommandFailedError with the end of its output, ExecError."""
+    tail = bytearray()
+
+    def told(data: bytes) -> None:
+        tail.extend(data)
+        del tail[:-_TAIL_BYTES]
+        on_output(data)
+
+    try:
+        process = await sandbox.commands.start(
+            list(step.argv), cwd=step.workdir, env={**step.unkeyed_env, **step.env}, user=step.user or ROOT
+        )
+    except ExecError as error:
+        raise ExecError(f"{where}: {error.message}", detail={**error.detail, "line": step.line}) from error
+    result = await _watched(process, told)
+    if result.exit_code == 0:
+        return
+    how = f"exit status {result.exit_code}"
+    if result.end_reason is not EndReason.EXITED:
+        how = f"it ended with {result.end_reason.value}" if result.exit_code is None else f"{how}, {result.end_reason}"
+    raise CommandFailedError(
+        f"{where}: {_shortened(step.text)}: {how}",
+        detail={
+            "line": step.line,
+            "exit_code": result.exit_code,
+            "end_reason": result.end_reason.value,
+            "output": tail.decode("utf-8", "replace"),
+        },
+    )
+
+
+async def _watched(process: Process, told: OnOutput) -> CommandResult:
+    async def read(output: ProcessOutput) -> None:
+        async for piece in output:
+            told(piece)
+
+    try:
+        async with anyio.create_task_group() as group:
+            group.start_soon(read, process.stdout)
+            group.start_soon(read, process.stderr)
+        return await process.wait()
+    finally:
+        await process.aclose()
+
+
+def _shortened(text: str) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= 100 else f"{line[:97]}…"
+
+
+async def make_directory(sandbox: Sandbox, step: MakeDirectory, where: str) -> None:
+    """The directory and what is missing above it, the user's at that place."""
+    owner = await _owner(sandbox, step.owner, where) if step.owner else Owner()
+    root, missing = await _reachable(sandbox, step.path)
+    items = _directories(missing, owner or Owner())
+    await sandbox.files.write_tree(root, lambda: _chunks(items))
+
+
+async def copy_context(sandbox: Sandbox, step: Copy, inputs: Inputs, where: str) -> None:
+    """Files of this machine, and documents in place."""
+    changes = Changes(owner=await _owner(sandbox, step.owner, where), mode=step.mode)
+    target = await _Target.of(sandbox, step, count=len(inputs.sources) + len(step.inline), where=where)
+    items: list[Item] = []
+    for source in inputs.sources:
+        first = source.entries[0]
+        if step.unpack and not source.is_directory and await async_blocking(is_archive, first.where):
+            found = await async_blocking(archive_items, first.where, changes)
+            items += [*target.made(changes, {}), *(_below(item, target.inside) for item in found)]
+        elif source.is_directory:
+            items += target.made(changes, {"mode": first.status.st_mode & 0o7777, "mtime_ns": first.status.st_mtime_ns})
+            items += context_items(source, target.inside, changes, inputs.files, with_itself=False)
+        else:
+            items += target.parents(changes)
+            items += context_items(source, target.name_for(posixpath.basename(source.name)), changes, inputs.files)
+    for one in step.inline:
+        items += [*target.parents(changes), inline_item(one.content, target.name_for(one.name), changes)]
+    if items:
+        await sandbox.files.write_tree(target.root, lambda: _chunks(items))
+
+
+async def copy_image(sandbox: Sandbox, other: Sandbox, step: Copy, where: str) -> None:
+    """Files of another image, with their owners and attributes."""
+    changes = Changes(owner=await _owner(sandbox, step.owner, where), mode=step.mode)
+    names = [name for pattern in step.sources for name in await _named(other, pattern, where)]
+    target = await _Target.of(sandbox, step, count=len(names), where=where)
+    plan: list[tuple[list[Item], str, str]] = []
+    for name in names:
+        root = await _directory(other, name)
+        if root is not None:
+            plan.append((target.made(changes, root), target.inside, name))
+        else:
+            plan.append((target.parents(changes), target.name_for(posixpath.basename(name)), name))
+
+    async def pieces() -> AsyncIterator[bytes]:
+        for items, inside, name in plan:
+            for piece in stream(items, end=False):
+                yield piece
+            relay = Relay(inside, changes)
+            async with aclosing(other.files.read_tree(name)) as chunks:
+                async for piece in relay.run(chunks):
+                    yield piece
+            if not relay.entries and await _directory(other, name) is None:
+                raise InvalidSpecError(f"{where}: {name!r} is neither a file, a directory nor a link")
+        yield END
+
+    if plan:
+        await sandbox.files.write_tree(target.root, pieces)
+
+
+def _below(item: Item, directory: str) -> Item:
+    return item.moved(directory) if directory else item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Target:
+    """Where a COPY puts things, in a sandbox that is there."""
+
+    root: str
+    """The deepest directory on the way that exists already; names are relative to it."""
+    missing: tuple[str, ...]
+    """Directories that do not exist, relative to `root`, the shortest first. Without the last part of the target."""
+    last: str
+    """The last part of the target, relative to `root`; empty when the target itself exists as a directory."""
+    is_directory: bool
+    """Files go into it, under their own names."""
+
+    @staticmethod
+    async def of(sandbox: Sandbox, step: Copy, *, count: int, where: str) -> _Target:
+        """Looks into the sandbox."""
+        if count > 1 and not step.into_directory:
+            raise InvalidSpecError(
+                f"{where}: several sources need a directory: let the target end with /",
+                detail={"field": "dockerfile", "line": step.line},
+            )
+        root, missing = await _reachable(sandbox, step.target)
+        if not missing:
+            return _Target(root=root, missing=(), last="", is_directory=True)
+        return _Target(root=root, missing=missing[:-1], last=missing[-1], is_directory=step.into_directory)
+
+    @property
+    def inside(self) -> str:
+        """The target as a directory."""
+        return self.last
+
+    def name_for(self, name: str) -> str:
+        """Where a file of that name goes."""
+        if not self.is_directory:
+            return self.last
+        return f"{self.last}/{name}" if self.last else name
+
+    def parents(self, changes: Changes) -> list[Item]:
+        """Directories a file needs."""
+        names = [*self.missing, *([self.last] if self.is_directory and self.last else [])]
+        return _directories(names, changes.owner or Owner())
+
+    def made(self, changes: Changes, facts: Mapping[str, int]) -> list[Item]:
+        """The target as a directory; when it has to be made, it is like the one that is copied."""
+        items = _directories(self.missing, changes.owner or Owner())
+        if self.last:
+            owner = changes.owner or Owner(uid=facts.get("uid", 0), gid=facts.get("gid", 0))
+            mode = facts.get("mode", 0o755) if changes.mode is None else changes.mode
+            items.append(directory_item(self.last, owner, mode=mode, mtime_ns=facts.get("mtime_ns", time.time_ns())))
+        return items
+
+
+def _directories(names: tuple[str, ...] | list[str], owner: Owner) -> list[Item]:
+    return [directory_item(name, owner, mtime_ns=time.time_ns()) for name in names]
+
+
+async def _owner(sandbox: Sandbox, text: str, where: str) -> Owner | None:
+    if not text:
+        return None
+    if not needs_accounts(text):
+        return resolve_owner(text, passwd="", group="", where=where)
+    passwd, group = [await _text(sandbox, path) for path in ("/etc/passwd", "/etc/group")]
+    return resolve_owner(text, passwd=passwd, group=group, where=where)
+
+
+async def _text(sandbox: Sandbox, path: str) -> str:
+    try:
+        return (await sandbox.files.read_bytes(path)).decode("utf-8", "surrogateescape")
+    except FileError as error:
+        if error.detail.get("errno") == "ENOENT":
+            return ""
+        raise
+
+
+async def _directory(sandbox: Sandbox, path: str) -> dict[str, int] | None:
+    """Facts of a directory, links followed; None when there is none."""
+    try:
+        found = await sandbox.files.stat(f"{path.rstrip('/')}/.")
+    except FileError as error:
+        if error.detail.get("errno") in {"ENOENT", "ENOTDIR", "ELOOP"}:
+            return None
+        raise
+    return {
+        "mode": found.mode & 0o7777,
+        "uid": found.uid,
+        "gid": found.gid,
+        "mtime_ns": round(found.mtime_s * 10**9),
+    }
+
+
+async def _reachable(sandbox: Sandbox, path: str) -> tuple[str, tuple[str, ...]]:
+    """The deepest directory at or above `path` that is there, and what is missing below it, each relative to it."""
+    parts = [part for part in path.split("/") if part]
+    for depth in range(len(parts), -1, -1):
+        root = "/" + "/".join(parts[:depth])
+        if await _directory(sandbox, root) is not None:
+            below = parts[depth:]
+            return root, tuple("/".join(below[: count + 1]) for count in range(len(below)))
+    return "/", tuple(parts)
+
+
+async def _named(sandbox: Sandbox, pattern: str, where: str) -> list[str]:
+    """What a source means in another image."""
+    wanted = posixpath.normpath(f"/{pattern.lstrip('/')}")
+    names = [""]
+    for part in [one for one in wanted.split("/") if one]:
+        if not has_wildcard(part):
+            names = [f"{name}/{part}" for name in names]
+            continue
+        below: list[str] = []
+        for name in names:
+            if await _directory(sandbox, name or "/") is not None:
+                there = [posixpath.basename(one.path) for one in await sandbox.files.list(name or "/")]
+                below += [f"{name}/{one}" for one in names_matching(part, there)]
+        names = below
+    found = [name or "/" for name in names if await sandbox.files.exists(name or "/")]
+    if not found and not has_wildcard(wanted):
+        raise InvalidSpecError(f"{where}: {pattern!r} is not in the image copied from", detail={"field": "source"})
+    return found
+
+
+async def _chunks(items: list[Item]) -> AsyncIterator[bytes]:
+    pieces = stream(items)
+    while piece := await async_blocking(_gathered, pieces):
+        yield piece
+
+
+def _gathered(pieces: Iterator[bytes]) -> bytes:
+    """About half a MiB of them."""
+    found = bytearray()
+    for piece in pieces:
+        found += piece
+        if len(found) >= 1 << 19:
+            break
+    return bytes(found)
