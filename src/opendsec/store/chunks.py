@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -29,13 +29,16 @@ def chunk_count(size_bytes: int) -> int:
     return -(-size_bytes // CHUNK_BYTES)
 
 
-def make_table(path: Path) -> bytes:
-    """The table of a file. Reads on several cores: hashing leaves the interpreter's lock."""
+def make_table(path: Path, *, on_bytes: Callable[[int], None] = lambda _count: None) -> bytes:
+    """The table of a file. Reads on several cores: hashing leaves the interpreter's lock.
+
+    `on_bytes` is told how many bytes more are done, from the threads that read.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size
         with ThreadPoolExecutor(_THREADS) as pool:
-            return b"".join(pool.map(lambda offset: _digests(fd, offset), range(0, size, _PIECE_BYTES)))
+            return b"".join(pool.map(lambda offset: _digests(fd, offset, on_bytes), range(0, size, _PIECE_BYTES)))
     finally:
         os.close(fd)
 
@@ -62,11 +65,13 @@ def chunks_of(offset: int, length: int) -> range:
     return range(offset // CHUNK_BYTES, chunk_count(offset + length)) if length else range(0)
 
 
-def _digests(fd: int, offset: int) -> bytes:
+def _digests(fd: int, offset: int, on_bytes: Callable[[int], None]) -> bytes:
     piece = b""
     while len(piece) < _PIECE_BYTES and (more := os.pread(fd, _PIECE_BYTES - len(piece), offset + len(piece))):
         piece += more  # A file system over a network may answer with less than was asked for.
-    return b"".join(hashlib.sha256(chunk).digest() for chunk in _split(piece))
+    digests = b"".join(hashlib.sha256(chunk).digest() for chunk in _split(piece))
+    on_bytes(len(piece))
+    return digests
 
 
 def _split(piece: bytes) -> Iterator[memoryview]:

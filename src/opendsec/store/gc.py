@@ -169,7 +169,7 @@ class _Collection:
         self._on_progress(Progress(phase="looking at content"))
         content = _sizes(self._layout)
         self._on_progress(Progress(phase="reading manifests"))
-        named = needed_by_tags(self._layout) | self._claimed(self._recent_claims())
+        named = needed_by_tags(self._layout) | self._claimed(self._half_done(content))
         needed = named | leased
         lost_at = {f"{MANIFESTS}/{name}.json": ns / 1e9 for name, ns in self._old_claims.items()}
         for name, ns in _times(self._layout.removed).items():
@@ -192,9 +192,14 @@ class _Collection:
             needed.add(digest_of_file(manifest))
         return needed.files | {manifest}
 
-    def _recent_claims(self) -> list[str]:
+    def _half_done(self, content: Mapping[str, int]) -> list[str]:
+        """Recent claims without their manifest: a publisher, where the lock does not reach, may be between the two.
+
+        What a claim with its manifest needs is kept by the claim's time, as one of `lost_at`.
+        """
         youngest = self._now - min(self._grace_s, CLAIM_S)
-        return [name for name, ns in self._old_claims.items() if ns / 1e9 > youngest]
+        recent = (name for name, ns in self._old_claims.items() if ns / 1e9 > youngest)
+        return [name for name in recent if f"{MANIFESTS}/{name}.json" not in content]
 
     def _new_claims(self) -> list[str]:
         """Made since this collection began."""

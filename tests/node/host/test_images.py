@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 from tests.oci_layout import file, make_layout, tar_of
 
-from opendsec.linux.libc import MS_RDONLY, mount, umount2
+from opendsec.linux.libc import umount2
 from opendsec.main import main
 from opendsec.store.images import ImageStore
+from opendsec.store.location import open_location
+from opendsec.store.mounts import mount_erofs
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs]
 
@@ -69,7 +71,7 @@ def test_the_life_of_an_image(image: Command, disk: Path) -> None:
     assert (told["config"], told["layers"]) == (made["config"], made["layers"])
     assert "A=b c" in image("inspect", "mine")[0]
     table, _ = image("ls")
-    assert table.split()[:5] == ["NAME", "DIGEST", "SIZE", "CREATED", "SOURCE"]
+    assert table.split()[:7] == ["NAME", "ROLE", "DIGEST", "SIZE", "SHARED", "CREATED", "FROM"]
     assert made["digest"][7:19] in table
     assert image("rm", "mine")[0] == "removed mine\n"
     assert image.json("ls") == []
@@ -159,8 +161,9 @@ def test_a_source_that_cannot_be_read_is_named(image: Command, disk: Path) -> No
 def test_a_debian_image_keeps_nothing_of_this_machine(image: Command, disk: Path, tmp_path: Path) -> None:
     made = image.json("build-debian", "deb", "--include", "hello,procps")
     assert image.json("build-debian", "deb", "--include", "procps,hello") == made
-    layer = disk / "state/store/blobs/sha256" / made["layers"][0]["meta"]["digest"][7:]
-    mount(layer, tmp_path, "erofs", MS_RDONLY)
+    meta, data = (made["layers"][0][part]["digest"] for part in ("meta", "data"))
+    store = ImageStore(disk / "state/store")
+    mount_erofs(store.blob_path(meta), tmp_path, data=store.data_path(data))
     try:
         assert (tmp_path / "usr/bin/hello").is_file()
         sources = (tmp_path / "etc/apt/sources.list").read_text().splitlines()
@@ -210,7 +213,7 @@ def _wait_for(condition: Callable[[], object], *, within_s: float) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(120)
 def test_a_killed_build_leaves_no_process_and_no_files(disk: Path) -> None:
-    staging = disk / "state/store/staging"
+    staging = disk / "state/scratch"
     command = [sys.executable, "-m", "opendsec.main", "image", "build-debian", "deb", "--include", "hello"]
     source = Path(__file__).parents[3] / "src"
     environment = {**os.environ, "PYTHONPATH": str(source), "OPENDSEC_STATE_DIR": str(disk / "state")}
@@ -221,6 +224,48 @@ def test_a_killed_build_leaves_no_process_and_no_files(disk: Path) -> None:
         process.kill()
         process.wait(10)
     _wait_for(lambda: not _lives(str(staging)), within_s=20)
-    store = ImageStore(disk / "state/store")
-    assert list(staging.iterdir()) == []
+    store = open_location("", disk / "state")
+    assert {path.name for path in staging.iterdir()} == {".lock"}
+    assert list((store.root / "staging").iterdir()) == []
     assert store.list() == []
+
+
+def test_removed_collected_and_checked(image: Command, disk: Path) -> None:
+    for name in ("a", "b"):
+        (disk / "tree/f").write_text(f"content of {name}")
+        image("import", name, str(disk / "tree"))
+    image("rm", "a")
+    out, _ = image("gc")
+    assert "deleted 0 files" in out
+    assert "waiting 4 files" in out
+    out, _ = image("gc", "--grace", "0", "--dry-run")
+    assert out.count("would delete ") == 5
+    done = image.json("gc", "--grace", "0s")
+    assert (len(done["files"]), done["waiting"], done["kept"]) == (4, 0, 4)
+    out, _ = image("fsck")
+    assert out.startswith("sound: 1 images, read 4 files")
+    [data] = (disk / "state/store/data/sha256").iterdir()
+    data.chmod(0o644)
+    data.write_bytes(b"X" + data.read_bytes()[1:])
+    assert image("fsck", "--quick")[0].startswith("sound")
+    out, _ = image("fsck", status=1)
+    assert "1 of its 1 chunks are damaged" in out
+    told = image.json("fsck", "--repair", status=1)
+    assert [(one["fault"], one["repair"], one["images"]) for one in told["findings"]] == [
+        ("damaged", "set aside", ["b"])
+    ]
+    assert {one["name"] for one in told["file_system"]} == {"rename", "fsync", "locks", "clock", "links"}
+    image("import", "b", str(disk / "tree"))
+    image("fsck")
+    _, err = image("gc", "--grace", "soon", status=1)
+    assert "grace: 'soon' is no span of time" in err
+
+
+def test_the_store_may_lie_elsewhere(image: Command, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OPENDSEC_STORE", str(disk / "shared"))
+    image("import", "a", str(disk / "tree"))
+    assert (disk / "shared/tags/a").exists()
+    assert not (disk / "state/store").exists()
+    monkeypatch.setenv("OPENDSEC_STORE", "shared")
+    _, err = image("ls", status=1)
+    assert "OPENDSEC_STORE" in err
