@@ -225,6 +225,7 @@ def _object_store(address: str, attempt_s: float) -> ObjectStore:
             remedy="pip install 'opendsec[server]'",
         ) from error
     options: ClientConfig = {
+        "allow_http": True,  # who names an endpoint without TLS means it
         "timeout": timedelta(seconds=attempt_s),
         "connect_timeout": timedelta(seconds=min(CONNECT_S, attempt_s)),
     }
@@ -232,7 +233,7 @@ def _object_store(address: str, attempt_s: float) -> ObjectStore:
     try:
         if address.startswith("s3://"):
             return S3Store.from_url(address, client_options=options, retry_config=retry)
-        return HTTPStore.from_url(address, client_options={**options, "allow_http": True}, retry_config=retry)
+        return HTTPStore.from_url(address, client_options=options, retry_config=retry)
     except (BaseError, ValueError) as error:
         raise InvalidSpecError(
             f"{address!r} cannot be a store: {_first_line(error)}", detail={"field": "OPENDSEC_STORE"}

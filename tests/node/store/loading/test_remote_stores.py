@@ -1,0 +1,147 @@
+"""Stores behind HTTP and S3, by real servers: what they hold is read and checked; what they do wrong is an error."""
+
+from __future__ import annotations
+
+import errno
+import shutil
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import obstore
+import pytest
+from obstore.store import S3Store
+from tests.node.store.loading.conftest import StartNode, digests, make_image, tree_of, truth
+from tests.node.store.loading.servers import Served, s3_server, web_server
+
+from opendsec.errors import DigestMismatchError, ImageInvalidError, ImageNotFoundError, NodeError, UnsupportedError
+from opendsec.store.images import ImageStore
+from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
+from opendsec.store.loading.sources import open_files
+
+pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.fuse]
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[Mapping[str, str]]:
+    with s3_server("images") as environment:
+        yield environment
+
+
+@pytest.fixture
+def web(store: ImageStore) -> Iterator[Served]:
+    with web_server(store.root) as server:
+        yield server
+
+
+def test_names_and_compositions_over_http(store: ImageStore, web: Served) -> None:
+    image = make_image(store, "team/one", files=2)
+    (store.root / NAMES_FILE).write_text('["team/one"]')
+    remote = RemoteStore(open_files(web.url))
+    assert remote.get("team/one") == image
+    assert remote.compose("team/one").layers == image.layers
+    assert remote.get(f"team/one@{image.digest}").layers == image.layers
+    assert remote.names() == ["team/one"]
+    (store.root / NAMES_FILE).unlink()
+    assert remote.names() == []
+    with pytest.raises(ImageNotFoundError, match="no image 'other'"):
+        remote.get("other")
+    with pytest.raises(UnsupportedError, match="only reads"):
+        remote.publish("new")
+    remote.close()
+
+
+def test_a_server_that_is_gone_or_wrong_is_said_to_be(store: ImageStore) -> None:
+    make_image(store, "one", files=2)
+    with web_server(store.root) as web:
+        remote = RemoteStore(open_files(web.url, attempt_s=0.5), patience_s=0.7)
+        web.everything = True
+        web.faults = ["zeros"]
+        with pytest.raises(ImageInvalidError):
+            remote.get("one")
+        for fault in ("500", "hang"):
+            web.faults = [fault]
+            with pytest.raises(NodeError) as caught:
+                remote.get("one")
+            assert caught.value.retryable
+    begun = time.monotonic()
+    with pytest.raises(NodeError):
+        remote.get("one")
+    assert time.monotonic() - begun < 3
+    remote.close()
+
+
+@pytest.mark.parametrize("everything", [False, True])
+def test_a_server_that_lies_now_and_then_costs_time_only(
+    store: ImageStore, disk: Path, web: Served, start_node: StartNode, everything: bool
+) -> None:
+    image = make_image(store, "one", files=12)
+    expected = truth(store, image, disk)
+    web.faults = (
+        ["", "", "", "", "", "noise", "short", "500", "drop", "zeros"] if not everything else ["", "", "500", "drop"]
+    )
+    web.everything = everything
+    node = start_node(web.url)
+    with node.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        found = digests(tree_of(fd))
+        wrong = {name: what for name, what in found.items() if what != expected[name]}
+        assert set(wrong.values()) <= {f"errno {errno.EIO}"}, "three lies in a row about one chunk are an error"
+        assert len(wrong) <= 3
+        assert node.ask("status")["store"]["failures"] > 0
+
+
+def test_a_server_that_lies_always_gives_errors_and_no_zeros(
+    store: ImageStore, disk: Path, web: Served, start_node: StartNode
+) -> None:
+    image = make_image(store, "one", files=4, largest=60_000)
+    node = start_node(web.url, OPENDSEC_STORE_TIMEOUT="1")
+    with node.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        for fault in ("zeros", "short", "whole", "hang"):
+            web.faults = [fault]
+            assert set(digests(tree_of(fd)).values()) == {f"errno {errno.EIO}"}, fault
+        web.faults = [""]
+        web.release.set()
+        assert digests(tree_of(fd)) == truth(store, image, disk)
+
+
+def test_damaged_metadata_is_not_mounted(store: ImageStore, web: Served, start_node: StartNode) -> None:
+    image = make_image(store, "one", files=4)
+    path = store.blob_path(image.layers[0].mounted.digest)
+    path.chmod(0o644)
+    path.write_bytes(bytes(path.stat().st_size))
+    node = start_node(web.url)
+    with node.mounts() as layers, pytest.raises(DigestMismatchError, match="metadata"):
+        layers.acquire(image)
+    assert list((node.state_dir / "cache/metadata").iterdir()) == []
+
+
+def test_s3(
+    store: ImageStore, disk: Path, s3: Mapping[str, str], start_node: StartNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    image = make_image(store, "team/one", files=20)
+    expected = truth(store, image, disk)
+    for key, value in s3.items():
+        monkeypatch.setenv(key, value)
+    bucket = S3Store.from_url("s3://images/stores/a")
+    for path in store.root.rglob("*"):
+        if path.is_file() and path.stat().st_size:
+            obstore.put(bucket, str(path.relative_to(store.root)), path)
+    remote = RemoteStore(open_files("s3://images/stores/a"))
+    assert remote.names() == ["team/one"]
+    assert remote.get("team/one") == image
+    shutil.rmtree(store.root / "data")
+    node = start_node("s3://images/stores/a", **s3)
+    with node.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        assert digests(tree_of(fd)) == expected
+        assert node.ask("status")["store"]["failures"] == 0
+        layers.unmount_all()
+    node.stop()
+    with pytest.raises(ImageNotFoundError):
+        remote.get("other")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    unreachable = RemoteStore(open_files("s3://images/stores/a"), patience_s=0.3)
+    with pytest.raises(NodeError, match="s3://images/stores/a"):
+        unreachable.get("team/one")
