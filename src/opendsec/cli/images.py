@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from opendsec.cli import options
 from opendsec.cli.image_group import Images, app, with_images
 from opendsec.cli.output import Json, note, print_json, print_line, print_table, size, when
 from opendsec.model.file import FileKind
@@ -120,12 +121,12 @@ def _images(count: int) -> str:
 
 
 def _start_cost(details: ImageDetails) -> str:
-    metadata = f"{size(details.metadata_bytes)} of names"
+    first = f"{size(details.metadata_bytes)} are copied to the node first"
     if details.start_cost is None:
-        return f"{metadata}, and what of the rest is not known: no start was recorded (`opendsec image profile`)"
+        return f"not known: no start was recorded (`opendsec image profile`); {first}"
     cost = details.start_cost
     share = 100 * cost.read_bytes / max(cost.of_bytes, 1)
-    return f"{size(cost.read_bytes)} of {size(cost.of_bytes)} ({share:.1f} %), {metadata} among them"
+    return f"{size(cost.read_bytes)} of {size(cost.of_bytes)} ({share:.1f} %); {first}"
 
 
 @app.command("tree")
@@ -209,7 +210,7 @@ def compose(
     toolkits: Annotated[
         list[str] | None, typer.Option("--toolkit", metavar="IMAGE", help="Lowest first; may repeat.")
     ] = None,
-    no_toolkits: Annotated[bool, typer.Option("--no-toolkits", help="Not even those the base asks for.")] = False,
+    no_toolkits: options.NoToolkits = False,
     pin: Annotated[bool, typer.Option("--pin", help="Keep what the names mean now for ever.")] = False,
     replace: Replace = False,
     as_json: Json = False,
@@ -219,15 +220,14 @@ def compose(
     Names in it mean whatever they mean when a sandbox is started: replace a toolkit, and every image that names it is
     current.
     """
-    if toolkits and no_toolkits:
-        raise typer.BadParameter("not together with --toolkit", param_hint="--no-toolkits")
+    chosen = options.chosen_toolkits(toolkits, no_toolkits)
 
     async def main(images: Images) -> int:
         made = await images.compose(
             name,
             base,
             workspace=workspace,
-            toolkits=() if no_toolkits else toolkits or None,
+            toolkits=chosen,
             pin=pin,
             replace=replace,
         )

@@ -26,6 +26,22 @@ IdleTtl = Annotated[
     typer.Option("--ttl", min=0, metavar="SECONDS", help="Stop the sandbox after this time without any use; 0: never."),
 ]
 
+Workspace = Annotated[
+    str | None, typer.Option("--workspace", metavar="IMAGE", help="Image of the role workspace, laid over the image.")
+]
+Toolkits = Annotated[
+    list[str] | None,
+    typer.Option("--toolkit", metavar="IMAGE", help="Image of the role toolkit, laid over all that; may repeat."),
+]
+NoToolkits = Annotated[bool, typer.Option("--no-toolkits", help="No toolkits, not even those the image asks for.")]
+
+
+def chosen_toolkits(toolkits: list[str] | None, no_toolkits: bool) -> tuple[str, ...] | None:
+    """None: those the image asks for. Raises typer.BadParameter for both options together."""
+    if toolkits and no_toolkits:
+        raise typer.BadParameter("not together with --toolkit", param_hint="--no-toolkits")
+    return () if no_toolkits else tuple(toolkits) if toolkits else None
+
 
 def pairs(words: Iterable[str] | None, option: str) -> dict[str, str]:
     """`A=1 B=2` as a mapping. Raises typer.BadParameter for a word without `=`."""
@@ -47,10 +63,14 @@ def run_args(
     network: bool,
     labels: Iterable[str] | None,
     ttl: float,
+    workspace: str | None = None,
+    toolkits: tuple[str, ...] | None = None,
 ) -> DSecContainerRunArgs:
     """What the client asks the platform for."""
     return DSecContainerRunArgs(
         container_image=image,
+        workspace=workspace,
+        toolkits=toolkits,
         backend=backend,
         memory_limit_mb=memory,
         cpu_cores_limit=cpus,

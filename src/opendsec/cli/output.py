@@ -23,6 +23,9 @@ from opendsec.wire import codec
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
+_UNLIMITED = 100_000
+"""Columns of a table that nobody looks at on a terminal."""
+
 Advance = Callable[[int], None]
 
 
@@ -60,10 +63,12 @@ def print_error(error: OpenDSecError, *, as_json: bool) -> None:
 
 def print_table(columns: Iterable[str], rows: Iterable[Iterable[str]]) -> None:
     """A plain table, as wide as its content when standard output is not a terminal."""
-    table = Table(*columns, box=None, pad_edge=False, header_style="bold")
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for column in columns:
+        table.add_column(column, overflow="fold")
     for row in rows:
         table.add_row(*(escape(cell) for cell in row))
-    console = Console(soft_wrap=not sys.stdout.isatty())
+    console = Console(soft_wrap=True, width=_UNLIMITED) if not sys.stdout.isatty() else Console()
     console.print(table)
 
 

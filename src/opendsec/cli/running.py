@@ -27,6 +27,9 @@ Session = Annotated[
 def run(
     context: typer.Context,
     image: Annotated[str, typer.Argument(metavar="IMAGE -- COMMAND...", help="An image, and what to run.")],
+    workspace: options.Workspace = None,
+    toolkits: options.Toolkits = None,
+    no_toolkits: options.NoToolkits = False,
     backend: options.Backend = BackendKind.CONTAINER,
     memory: options.Memory = None,
     cpus: options.Cpus = None,
@@ -43,7 +46,17 @@ def run(
 ) -> None:
     """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
     argv = _argv(context, image)
-    args = options.run_args(image, backend=backend, memory=memory, cpus=cpus, network=network, labels=labels, ttl=ttl)
+    args = options.run_args(
+        image,
+        backend=backend,
+        memory=memory,
+        cpus=cpus,
+        network=network,
+        labels=labels,
+        ttl=ttl,
+        workspace=workspace,
+        toolkits=options.chosen_toolkits(toolkits, no_toolkits),
+    )
     variables = options.pairs(env, "--env")
 
     async def main(client: DSecClient) -> int:

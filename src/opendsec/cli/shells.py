@@ -13,7 +13,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from opendsec import DSecClient, Process, Sandbox
+from opendsec import DSecClient, DSecContainerRunArgs, Process, Sandbox
 from opendsec.cli import exits, options
 from opendsec.cli.output import note, write_bytes
 from opendsec.cli.session import with_client
@@ -36,6 +36,8 @@ def shell(
     workdir: options.Workdir = None,
     env: options.Env = None,
     network: options.Network = False,
+    workspace: options.Workspace = None,
+    toolkits: options.Toolkits = None,
     backend: options.Backend = BackendKind.CONTAINER,
 ) -> None:
     """Open a terminal in a sandbox. Started from an image, the sandbox ends with the shell."""
@@ -45,8 +47,22 @@ def shell(
         )
     variables = {"TERM": os.getenv("TERM", "xterm-256color"), **options.pairs(env, "--env")}
 
+    if target.startswith("sbx-") and (workspace or toolkits):
+        raise typer.BadParameter("a sandbox that runs has its layers already", param_hint="--workspace, --toolkit")
+    args = options.run_args(
+        target,
+        backend=backend,
+        memory=None,
+        cpus=None,
+        network=network,
+        labels=None,
+        ttl=300.0,
+        workspace=workspace,
+        toolkits=options.chosen_toolkits(toolkits, no_toolkits=False),
+    )
+
     async def main(client: DSecClient) -> int:
-        async with _sandbox(client, target, network=network, backend=backend) as sandbox:
+        async with _sandbox(client, target, args) as sandbox:
             rows, cols = _size()
             process = await sandbox.pty(command, rows=rows, cols=cols, cwd=workdir, env=variables, user=user)
             end = await _attached(process)
@@ -58,11 +74,10 @@ def shell(
 
 
 @asynccontextmanager
-async def _sandbox(client: DSecClient, target: str, *, network: bool, backend: BackendKind) -> AsyncIterator[Sandbox]:
+async def _sandbox(client: DSecClient, target: str, args: DSecContainerRunArgs) -> AsyncIterator[Sandbox]:
     if target.startswith("sbx-"):
         yield await client.connect(target)
         return
-    args = options.run_args(target, backend=backend, memory=None, cpus=None, network=network, labels=None, ttl=300.0)
     async with client.container(args) as sandbox:
         yield sandbox
 

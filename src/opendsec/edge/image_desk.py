@@ -18,11 +18,13 @@ from typing import ParamSpec, Self, TypeVar
 
 from opendsec.model.image import Image
 from opendsec.model.image_view import ImageDetails, ImageSummary
-from opendsec.store.catalogue import Catalogue, StartCostOf, never_recorded
+from opendsec.store.catalogue import Catalogue
 from opendsec.store.compose import to_look_at
 from opendsec.store.diff import differences
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.sources import open_files
 from opendsec.store.mounts import LayerMounts
+from opendsec.store.start_cost import recorded_starts
 from opendsec.store.tagging import Composition, compose_image, tag_image
 from opendsec.store.tree_view import ComposedTree, LayerTree
 from opendsec.wire import codec
@@ -40,10 +42,10 @@ BATCH_S = 0.2
 class ImageDesk:
     """A context manager; leaving it waits for no listing: those that are read end at their next line."""
 
-    def __init__(self, store: ImageStore, layers: LayerMounts, *, start_cost: StartCostOf = never_recorded) -> None:
+    def __init__(self, store: ImageStore, layers: LayerMounts) -> None:
         self._store = store
         self._layers = layers
-        self._catalogue = Catalogue(store, start_cost=start_cost)
+        self._catalogue = Catalogue(store, start_cost=recorded_starts(open_files(str(store.root))))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     def __enter__(self) -> Self:

@@ -19,7 +19,9 @@ from opendsec.store.compose import to_look_at
 from opendsec.store.diff import differences
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.loading.sources import open_files
 from opendsec.store.mounts import open_erofs
+from opendsec.store.start_cost import recorded_starts
 from opendsec.store.tagging import Composition, compose_image, tag_image
 from opendsec.store.tree_view import ComposedTree, LayerTree
 
@@ -47,7 +49,7 @@ class ImagesHere:
 
     def __init__(self, store: ImageStore) -> None:
         self._store = store
-        self._catalogue = Catalogue(store)
+        self._catalogue = Catalogue(store, start_cost=recorded_starts(open_files(str(store.root))))
 
     async def list(self, *, prefix: str = "") -> AsyncIterator[ImageSummary]:
         """By name."""

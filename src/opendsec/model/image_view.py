@@ -42,13 +42,12 @@ class StartLayer:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCost:
-    """What a start reads of the layers' data, as it was recorded once."""
+    """What a start reads, as it was recorded of earlier starts."""
 
     read_bytes: int
+    """All metadata, and those chunks of data that were read."""
     of_bytes: int
-    """All data of those layers."""
-    recorded_at: float | None = None
-    """Unix time, seconds; None when that is not known."""
+    """All files of all layers."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -140,6 +140,11 @@ def size_of(layers: Sequence[Layer]) -> int:
     return sum(layer.size_bytes for layer in layers)
 
 
+def size_of_metadata(layers: Sequence[Layer]) -> int:
+    """Bytes a node copies before it starts anything: metadata, and layers of one file whole."""
+    return sum(layer.mounted.size_bytes for layer in layers)
+
+
 def _names(one: Image, other: Image) -> bool:
     """Whether an image refers to the other, by name alone or with its digest."""
     wanted = split_reference(other.name)[0]
@@ -172,6 +177,6 @@ def _with_start(details: ImageDetails, whole: Image, users: Counter[str], cost: 
         start_layers=tuple(StartLayer(layer=layer, images=users[layer.digest]) for layer in whole.layers),
         start_size_bytes=size_of(whole.layers),
         shared_bytes=size_of([layer for layer in whole.layers if users[layer.digest] > 1]),
-        metadata_bytes=sum(layer.mounted.size_bytes for layer in whole.layers),
+        metadata_bytes=size_of_metadata(whole.layers),
         start_cost=cost,
     )
