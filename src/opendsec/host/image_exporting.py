@@ -1,4 +1,4 @@
-"""`opendsec image export` and `opendsec image push`: images leave the store, for other tools and other machines."""
+"""`opendsec image export` and `opendsec image push`: images leave the store, for other tools and machines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line, size
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
+from opendsec.host.image_importing import Authfile, CredsFile, TlsVerify, registry_access
 from opendsec.store.exporters import Exported, export_image
 from opendsec.store.exporters.compression import Compression
+from opendsec.store.exporters.registry import push_image
 from opendsec.store.exporters.target import parse_target
 
 Name = Annotated[str, typer.Argument(help="Name of the image.")]
@@ -33,6 +35,25 @@ def export(
             open_store(), name, place, compression=compression, replace=replace, on_progress=on_progress
         )
     print_exported(exported, str(place), as_json=as_json)
+
+
+@app.command("push")
+def push(
+    name: Name,
+    target: Annotated[str, typer.Argument(help="docker://HOST/NAME[:TAG] in a registry.")],
+    compression: Packing = Compression.GZIP,
+    authfile: Authfile = None,
+    creds_file: CredsFile = "",
+    tls_verify: TlsVerify = True,
+    as_json: Json = False,
+) -> None:
+    """Put an image, with all it refers to, into a registry. Layers it has already are not sent again."""
+    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
+        access = registry_access(authfile, creds_file, tls_verify=tls_verify)
+        exported = push_image(
+            open_store(), name, target, access=access, compression=compression, on_progress=on_progress
+        )
+    print_exported(exported, target, as_json=as_json)
 
 
 def print_exported(exported: Exported, target: str, *, as_json: bool) -> None:

@@ -19,7 +19,7 @@ from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.grouping import COLLAPSE_BYTES
 from opendsec.store.importers.oci_config import Platform
-from opendsec.store.importers.registry import RegistryAccess
+from opendsec.store.importers.skopeo import RegistryAccess
 from opendsec.store.importers.source import SourceKind, default_name, parse_source
 
 Role = Annotated[LayerRole | None, typer.Option(help="What its layers are for; default: as they say, else base.")]
@@ -80,7 +80,7 @@ def import_source(
             toolkits=_references(toolkit),
             platform=Platform.parse(platform) if platform else None,
             collapse_bytes=collapse_mb << 20,
-            access=_access(authfile, creds_file, tls_verify=tls_verify),
+            access=registry_access(authfile, creds_file, tls_verify=tls_verify),
         )
         image = import_image(open_store(), request, on_progress=on_progress)
     print_image(image, as_json=as_json)
@@ -123,13 +123,14 @@ def pull(
                 toolkits=_references(toolkit),
                 platform=Platform.parse(platform) if platform else None,
                 collapse_bytes=collapse_mb << 20,
-                access=_access(authfile, creds_file, tls_verify=tls_verify),
+                access=registry_access(authfile, creds_file, tls_verify=tls_verify),
             )
             image = import_image(open_store(), request, on_progress=on_progress)
     print_image(image, as_json=as_json)
 
 
-def _access(authfile: Path | None, creds_file: str, *, tls_verify: bool) -> RegistryAccess:
+def registry_access(authfile: Path | None, creds_file: str, *, tls_verify: bool) -> RegistryAccess:
+    """What the options say about registries. InvalidSpecError."""
     if creds_file and authfile is not None:
         raise InvalidSpecError("creds-file: there is an --authfile too", detail={"field": "creds-file"})
     if authfile is not None and not authfile.is_file():

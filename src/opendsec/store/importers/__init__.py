@@ -26,7 +26,8 @@ from opendsec.store.importers.grouping import COLLAPSE_BYTES
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import Layout, OciImage
 from opendsec.store.importers.oci_config import Platform
-from opendsec.store.importers.registry import RegistryAccess, RegistryImage
+from opendsec.store.importers.registry import RegistryImage
+from opendsec.store.importers.skopeo import RegistryAccess
 from opendsec.store.importers.source import Source, SourceKind
 from opendsec.store.importers.tree import check_tree, layer_of_archive, layer_of_directory, unpack_tar
 from opendsec.store.progress import OnProgress, Progress, quietly

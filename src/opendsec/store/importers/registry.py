@@ -13,55 +13,24 @@ the sizes its manifest names is refused. skopeo's own trust policy holds. Passwo
 
 from __future__ import annotations
 
-import base64
 import contextlib
 import hashlib
-import json
 import os
 import secrets
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from opendsec.errors import CapacityError, ConnectError, ImageInvalidError, InvalidSpecError, OpenDSecError
-from opendsec.store.durable import write_synced
+from opendsec.errors import ConnectError, ImageInvalidError
 from opendsec.store.importers.files import ImageFiles, decode_object
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import OciImage, find_manifest, read_manifest
 from opendsec.store.importers.oci_config import INDEX_TYPES, MANIFEST_TYPES, Descriptor, Platform
-from opendsec.store.importers.registry_words import registry_error
-from opendsec.store.programs import ENVIRONMENT, find_program, run_program
+from opendsec.store.importers.skopeo import RegistryAccess, Skopeo
 from opendsec.store.progress import OnProgress, Progress
 
-R = TypeVar("R")
-
-STALLED_S = 120.0
-TIMEOUT_S = 6 * 3600.0
 _BEYOND_BYTES = 16 << 20
-PASSED_ON = frozenset(
-    {"HOME", "XDG_RUNTIME_DIR", "XDG_CONFIG_HOME", "REGISTRY_AUTH_FILE", "DOCKER_CONFIG", "SSL_CERT_FILE"}
-    | {"SSL_CERT_DIR", "http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"}
-)
-"""Variables of its caller that skopeo should see: where accounts, certificates and proxies are."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RegistryAccess:
-    """How to speak to registries."""
-
-    authfile: Path | None = None
-    """As `skopeo login` writes it; None: where skopeo itself looks."""
-    creds: str = field(default="", repr=False)
-    """`user:password` for the registry of the image."""
-    tls_verify: bool = True
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """See PASSED_ON."""
-    attempts: int = 4
-    """In all; the waits between are 1, 2, 4, … seconds."""
-    stalled_s: float = STALLED_S
 
 
 class RegistryImage:
@@ -71,14 +40,13 @@ class RegistryImage:
         self, reference: str, access: RegistryAccess, work: Path, *, limits: Limits, on_progress: OnProgress
     ) -> None:
         self._reference = _without_tag_beside_digest(reference)
-        self._access = access
+        self._skopeo = Skopeo(self._reference, access, work, on_progress=on_progress, on_retry=self._drop_partial)
+        self._stalled_s = access.stalled_s
         self._work = work
         self._limits = limits
         self._on_progress = on_progress
         self._files = work / "pulled"
         self._pinned = self._reference
-        if access.creds:
-            self._write_creds()
 
     def find(self, platform: Platform) -> OciImage:
         """The image for a platform; its layers are not there yet. Raises as `registry_error` and `read_manifest` do."""
@@ -105,15 +73,15 @@ class RegistryImage:
         for layer in image.layers[:start]:
             if layer.blob is not None and layer.name not in wanted:
                 _write_hole(self._files / layer.name, layer.blob.size_bytes)
-        watch = _Watch(self._work, self._files, total, self._access.stalled_s, self._on_progress)
+        watch = _Watch(self._work, self._files, total, self._stalled_s, self._on_progress)
         target = self._work / "layout"
-        self._tried(
-            lambda: self._skopeo(
+        self._skopeo.tried(
+            lambda: self._skopeo.run(
                 "copy",
                 "--quiet",
                 "--dest-oci-accept-uncompressed-layers",
                 f"--dest-shared-blob-dir={self._files / 'blobs'}",
-                *self._options(prefix="src-"),
+                *self._skopeo.options(prefix="src-"),
                 f"docker://{self._pinned}",
                 f"oci:{target}:image",
                 on_tick=watch.look,
@@ -135,59 +103,18 @@ class RegistryImage:
 
         def ask() -> bytes:
             output.unlink(missing_ok=True)
-            arguments = ("inspect", "--raw", *options, *self._options(), f"docker://{reference}")
-            self._skopeo(*arguments, output=output)
+            arguments = ("inspect", "--raw", *options, *self._skopeo.options(), f"docker://{reference}")
+            self._skopeo.run(*arguments, output=output)
             return output.read_bytes()
 
-        content = self._tried(ask)
+        content = self._skopeo.tried(ask)
         if len(content) > self._limits.max_json_bytes:
             raise ImageInvalidError(f"{reference}: its description has {len(content)} bytes")
         return content
 
-    def _options(self, *, prefix: str = "") -> Iterator[str]:
-        yield f"--{prefix}tls-verify={'true' if self._access.tls_verify else 'false'}"
-        if self._access.creds:
-            yield f"--authfile={self._work / 'auth.json'}"
-        elif self._access.authfile is not None:
-            yield f"--authfile={self._access.authfile}"
-
-    def _skopeo(self, *arguments: str, output: Path | None = None, on_tick: Callable[[], None] | None = None) -> None:
-        environment = {key: value for key, value in self._access.environment.items() if key in PASSED_ON}
-        ended = run_program(
-            [find_program("skopeo"), *arguments],
-            timeout_s=TIMEOUT_S,
-            environment={**environment, **ENVIRONMENT},
-            on_tick=on_tick,
-            output=output,
-        )
-        if ended.status != 0:
-            raise registry_error(self._reference, ended.status, ended.tail)
-
-    def _tried(self, call: Callable[[], R]) -> R:
-        wait_s = 1.0
-        for attempt in range(1, self._access.attempts + 1):
-            try:
-                return call()
-            except (ConnectError, CapacityError) as error:
-                if attempt == self._access.attempts or not error.retryable:
-                    raise
-                self._wait(wait_s, error)
-                wait_s *= 2
-        raise AssertionError("unreachable")
-
-    def _wait(self, wait_s: float, error: OpenDSecError) -> None:
+    def _drop_partial(self) -> None:
         for partial in (self._work / "layout").glob("oci-put-blob*"):
             partial.unlink()
-        self._on_progress(Progress(phase=f"trying again in {wait_s:.0f} s", detail=error.message))
-        threading.Event().wait(wait_s)
-
-    def _write_creds(self) -> None:
-        user, separator, _ = self._access.creds.partition(":")
-        if not separator or not user:
-            raise InvalidSpecError("creds: not USER:PASSWORD", detail={"field": "creds"})
-        auth = base64.b64encode(self._access.creds.encode()).decode("ascii")
-        content = json.dumps({"auths": {self._reference.partition("/")[0]: {"auth": auth}}})
-        write_synced(self._work / "auth.json", content.encode(), mode=0o600)
 
 
 class _Watch:
