@@ -9,7 +9,7 @@ from __future__ import annotations
 import posixpath
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
-from contextlib import aclosing, asynccontextmanager
+from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -93,12 +93,23 @@ class Guests:
             workdir="/",
             labels={"opendsec.build": self._label},
         )
-        async with self._client.container(args) as sandbox, anyio.create_task_group() as group:
-            group.start_soon(_prolong, sandbox, began)
-            try:
+        with _one_error():
+            async with self._client.container(args) as sandbox, anyio.create_task_group() as group:
+                group.start_soon(_prolong, sandbox, began)
                 yield sandbox
-            finally:
                 group.cancel_scope.cancel()
+
+
+@contextmanager
+def _one_error() -> Iterator[None]:
+    """The first of several errors at once: the others came of it."""
+    try:
+        yield
+    except BaseExceptionGroup as failures:
+        first: BaseException = failures
+        while isinstance(first, BaseExceptionGroup):
+            first = first.exceptions[0]
+        raise first from None
 
 
 async def _prolong(sandbox: Sandbox, began: float) -> None:
@@ -146,9 +157,10 @@ async def _watched(process: Process, told: OnOutput) -> CommandResult:
             told(piece)
 
     try:
-        async with anyio.create_task_group() as group:
-            group.start_soon(read, process.stdout)
-            group.start_soon(read, process.stderr)
+        with _one_error():
+            async with anyio.create_task_group() as group:
+                group.start_soon(read, process.stdout)
+                group.start_soon(read, process.stderr)
         return await process.wait()
     finally:
         await process.aclose()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from opendsec.cli import building as _building  # noqa: F401
 from opendsec.cli import images as _images  # noqa: F401
 from opendsec.cli.image_group import app
 
