@@ -257,9 +257,7 @@ class ContainerBackend(Backend):
     @contextlib.asynccontextmanager
     async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[Changes]:
         """Nothing is synced: files are read through the same page cache the sandbox writes to."""
-        lower = self._layers.acquired(image)
-        if lower is None:
-            lower = await asyncio.to_thread(self._layers.acquire, image)
+        lower = await self._layers.acquire_soon(image)
         async with self._turn(handle):
             paused = self._groups.is_frozen(handle.sandbox_id)
             try:
@@ -351,9 +349,7 @@ class ContainerBackend(Backend):
     async def _launch(self, plan: StartPlan) -> Launched:
         if self._shared is None:
             raise BackendUnavailableError("the container backend is not open")
-        layers = self._layers.acquired(plan.image)
-        if layers is None:
-            layers = await asyncio.to_thread(self._layers.acquire, plan.image)
+        layers = await self._layers.acquire_soon(plan.image)
         lower = (self._templates.layer(online=_is_online(plan.spec)), *layers)
         upper, work = await self._writable(plan)
         limits = _limits(plan.spec.resources)

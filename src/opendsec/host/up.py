@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from opendsec.apiserver.link import EdgeLink
 from opendsec.errors import NodeError, OpenDSecError
 from opendsec.host import log_file, processes
-from opendsec.host.local import APISERVER, EDGE, SUPERVISOR, Local, RunningAlreadyError, chosen, lock, started
+from opendsec.host.local import APISERVER, EDGE, LOADER, SUPERVISOR, Local, RunningAlreadyError, chosen, lock, started
 from opendsec.host.stopping import Stopped, stop_platform
 from opendsec.host.supervisor import supervise
 from opendsec.linux.process import send_signal, spawn
@@ -98,6 +98,8 @@ def status(as_json: Json = False) -> None:
     """What of the platform runs on this machine. Exit status 0 when it is ready, 3 when it is not."""
     local = started(os.environ)
     pids = {name: processes.pid_of(local, name) for name in (SUPERVISOR, APISERVER, EDGE)}
+    if (loader := processes.pid_of(local, LOADER)) is not None:
+        pids[LOADER] = loader
     report, problem = asyncio.run(_ask_edge(local))
     ready = report is not None and pids[APISERVER] is not None
     if as_json:

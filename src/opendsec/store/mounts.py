@@ -17,12 +17,14 @@ Mounts keep set-id bits and devices as the image has them: a sandbox's own mount
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import fcntl
 import os
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,8 @@ _EROFS = "erofs"
 _LOCK = ".lock"
 _LEASE_LOCK = ".lease"
 _LOCK_POLL_S = 0.02
+THREADS = 64
+"""For layers that are being mounted at once. Not the event loop's own few, which everything else waits for."""
 WAIT_S = 60.0
 """For somebody else who mounts the same layer, or unmounts all."""
 
@@ -67,6 +71,7 @@ class LayerMounts:
         self._wait_s = wait_s
         self._mounted: dict[str, _Mounted] = {}
         self._dead_fds: list[int] = []
+        self._threads: ThreadPoolExecutor | None = None
 
     def __enter__(self) -> Self:
         if self._leases is not None:
@@ -90,14 +95,46 @@ class LayerMounts:
         """
         return tuple(self._layer(layer) for layer in reversed(image.layers))
 
+    async def acquire_soon(self, image: Image) -> tuple[int, ...]:
+        """`acquire` in a thread of this object's own, for at most `wait_s`: NodeError, retryable, after that.
+
+        The thread goes on, so a later call finds what it got.
+        """
+        found = self.acquired(image)
+        if found is not None:
+            return found
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="layers")
+        try:
+            async with asyncio.timeout(self._wait_s):
+                return await asyncio.get_running_loop().run_in_executor(self._threads, self.acquire, image)
+        except TimeoutError as error:
+            raise NodeError(
+                f"the layers of image {image.name!r} could not be mounted within {self._wait_s:g} s",
+                detail={"image": image.name},
+                remedy="the store is slow or does not answer; try again",
+                retryable=True,
+            ) from error
+
     def acquired(self, image: Image) -> tuple[int, ...] | None:
         """The same if this object has them all already, and they can be read, without waiting for anything."""
         generation = self._loader.generation
         fds = tuple(self._current(layer.digest, generation) for layer in reversed(image.layers))
         return None if -1 in fds else fds
 
+    def held(self) -> list[tuple[str, int]]:
+        """Digest and descriptor of each layer this object has and that can be read; good until `close`."""
+        return [
+            (digest, mounted.fd)
+            for digest, mounted in list(self._mounted.items())
+            if mounted.generation in ("", self._loader.generation)
+        ]
+
     def close(self) -> None:
         """Give back the descriptors; the mounts stay for the next process."""
+        if self._threads is not None:
+            self._threads.shutdown(wait=False, cancel_futures=True)
+            self._threads = None
         for fd in (*self._dead_fds, *(mounted.fd for mounted in self._mounted.values())):
             os.close(fd)
         self._dead_fds.clear()

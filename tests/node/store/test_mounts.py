@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,9 +19,10 @@ from tests.images import make_busybox_image, make_scratch_image
 from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
 from opendsec.linux.libc import MNT_DETACH, MS_RDONLY, mount, umount2
 from opendsec.linux.mount import mountinfo
-from opendsec.model.image import Image, ImageConfig
+from opendsec.model.image import Image, ImageConfig, Layer
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.base import LayerFiles
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts, mounted_at
 
@@ -99,6 +103,7 @@ ACQUIRE = """
 import json, sys
 from pathlib import Path
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.base import LayerFiles
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 store = ImageStore(Path(sys.argv[1]))
@@ -174,3 +179,44 @@ def test_a_store_on_tmpfs_says_what_to_change(tmp_path: Path) -> None:
         assert "OPENDSEC_STATE_DIR" in caught.value.remedy
     finally:
         umount2(str(place), MNT_DETACH)
+
+
+class SlowLoader(DirectLoader):
+    """Waits with one layer until it is told to go on."""
+
+    def __init__(self, store: ImageStore, copies: Path, slow: str) -> None:
+        super().__init__(store, copies)
+        self.slow = slow
+        self.go_on = threading.Event()
+
+    def attach(self, layer: Layer) -> LayerFiles:
+        if layer.digest == self.slow:
+            self.go_on.wait(20)
+        return super().attach(layer)
+
+
+def test_a_slow_layer_holds_up_nobody_else_and_ends_in_an_error(store: ImageStore, tmp_path: Path) -> None:
+    """50 starts of an image that does not come, and one that does: it needs no thread of the loop's own."""
+    slow, quick = make_busybox_image(store, "slow"), make_scratch_image(store, "quick")
+    loader = SlowLoader(store, tmp_path / "copies", slow.layers[0].digest)
+
+    async def start_all(mounts: LayerMounts) -> list[object]:
+        waiting = [asyncio.ensure_future(mounts.acquire_soon(slow)) for _ in range(50)]
+        await asyncio.sleep(0.1)
+        begun = time.monotonic()
+        await mounts.acquire_soon(quick)
+        await asyncio.to_thread(lambda: None)
+        assert time.monotonic() - begun < 0.5
+        return list(await asyncio.gather(*waiting, return_exceptions=True))
+
+    with LayerMounts(loader, tmp_path / "layers", wait_s=0.7) as mounts:
+        try:
+            errors = asyncio.run(start_all(mounts))
+            assert {type(error) for error in errors} == {NodeError}
+            assert all(error.retryable for error in errors if isinstance(error, NodeError))
+            loader.go_on.set()
+            mounts._wait_s = 20
+            assert len(asyncio.run(mounts.acquire_soon(slow))) == 1
+        finally:
+            loader.go_on.set()
+            mounts.unmount_all()

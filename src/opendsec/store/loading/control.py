@@ -26,8 +26,14 @@ Answerer = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 """What to do, and with what; raises OpenDSecError."""
 
 
+class NobodyAnswersError(NodeError):
+    """No loader has the socket open, or the one that was asked ended before it said anything."""
+
+    default_retryable = True
+
+
 def ask(path: Path, what: str, *, timeout_s: float, **fields: Any) -> Mapping[str, Any]:
-    """Raises what the other side raised; NodeError (retryable) when nobody answers."""
+    """Raises what the other side raised; NobodyAnswersError; NodeError (retryable) when the answer takes too long."""
     question = msgspec.json.encode({"do": what, **fields}) + b"\n"
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
@@ -36,15 +42,18 @@ def ask(path: Path, what: str, *, timeout_s: float, **fields: Any) -> Mapping[st
             link.sendall(question)
             with link.makefile("rb") as answers:
                 line = answers.readline(_MOST_BYTES)
-    except OSError as error:
+    except TimeoutError as error:
         raise NodeError(
-            f"the loader of this node does not answer: {error.strerror or 'no answer in time'}",
+            f"the loader of this node did not answer within {timeout_s:g} s", detail={"path": str(path)}, retryable=True
+        ) from error
+    except OSError as error:
+        raise NobodyAnswersError(
+            f"the loader of this node does not answer: {error.strerror}",
             detail={"path": str(path)},
             remedy="it is started again by itself; without `opendsec up`, run `python -m opendsec.host.loader`",
-            retryable=True,
         ) from error
     if not line.endswith(b"\n"):
-        raise NodeError("the loader of this node ended while it was asked", retryable=True)
+        raise NobodyAnswersError("the loader of this node ended while it was asked")
     answer: dict[str, Any] = msgspec.json.decode(line)
     if "error" in answer:
         raise codec.error_from_fields(answer["error"])

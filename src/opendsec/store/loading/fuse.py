@@ -12,6 +12,7 @@ import contextlib
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from opendsec.errors import NodeError
 from opendsec.linux.process import ProcessIdentity, has_ended, open_process
 from opendsec.model.image import Blob, Layer
 from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
-from opendsec.store.loading.control import ask
+from opendsec.store.loading.control import NobodyAnswersError, ask
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.manifest import hex_of
 
@@ -63,8 +64,7 @@ class FuseLoader(Loader):
         meta = fetched_metadata(self._source, layer.mounted, self._copies)
         if layer.data is None:
             return LayerFiles(meta=meta)
-        generation = self._wait_for_process()
-        ask(self._run_dir / SOCKET, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
+        generation = self._attached(layer)
         return LayerFiles(meta=meta, data=self._run_dir / DATA / hex_of(layer.data.digest), generation=generation)
 
     def detach(self, layer: Layer) -> None:
@@ -77,19 +77,27 @@ class FuseLoader(Loader):
             self._pidfd, self._token = -1, ""
         self._source.close()
 
-    def _wait_for_process(self) -> str:
+    def _attached(self, layer: Layer) -> str:
+        """The generation whose process serves the layer. One that is just being started again is waited for."""
+        end = time.monotonic() + self._returns_s
         waited = threading.Event()
-        for _ in range(max(1, int(self._returns_s / 0.1))):
+        while True:
             generation = self.generation
-            if generation:
-                return generation
-            waited.wait(0.1)
-        raise NodeError(
-            "no loader runs on this node, so layers cannot be read",
-            detail={"path": str(self._run_dir / SERVING)},
-            remedy="`opendsec up` starts it; without, run `python -m opendsec.host.loader`",
-            retryable=True,
-        )
+            try:
+                if generation:
+                    ask(self._run_dir / SOCKET, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
+                    return generation
+            except NobodyAnswersError:
+                if time.monotonic() > end:
+                    raise
+            if time.monotonic() > end:
+                raise NodeError(
+                    "no loader runs on this node, so layers cannot be read",
+                    detail={"path": str(self._run_dir / SERVING)},
+                    remedy="`opendsec up` starts it; without, run `python -m opendsec.host.loader`",
+                    retryable=True,
+                )
+            waited.wait(0.05)
 
     def _find_process(self) -> None:
         try:
