@@ -29,6 +29,7 @@ from opendsec.backends.base import Backend
 from opendsec.edge import admission, journal, lifecycle, recovery
 from opendsec.edge.admission import AdmissionLimits, NodeFacts
 from opendsec.edge.facts import measure
+from opendsec.edge.image_lookup import ImageLookup
 from opendsec.edge.images import ImageSource
 from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.sandbox import Parts, Places, Sandbox
@@ -45,9 +46,6 @@ log = logging.getLogger(__name__)
 FACTS_EVERY_S = 0.5
 IMAGES_EVERY_S = 5.0
 """The names in the store are listed for the report; a create looks its image up by itself."""
-
-_Asked = tuple[str, str, tuple[str, ...] | None]
-"""Image, workspace and toolkits of a spec."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,8 +113,7 @@ class Node:
         self._timers: Timers[Sandbox] = Timers(self._deadline, self._due)
         self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
         self._image_names: list[str] = []
-        self._image_cache: dict[_Asked, tuple[float, Image]] = {}
-        self._image_turn = asyncio.Lock()
+        self._lookup = ImageLookup(images)
         self._started_at = time.time()
         self._recent = RecentOutputs()
         self._stack = AsyncExitStack()
@@ -185,7 +182,7 @@ class Node:
             if known is not None:
                 return known
             backend = self._admit(spec, sandbox_id)
-            image = await self._image(spec)
+            image = await self._lookup.find(spec)
             if sandbox_id not in self._sandboxes:
                 self._admit(spec, sandbox_id)  # others were admitted while the image was looked up
                 return await self._create(spec, project, sandbox_id, backend, image)
@@ -261,25 +258,6 @@ class Node:
         admission.check_supported(spec, backend.capabilities)
         admission.check(self._facts, self.settings.limits, live=self._live, creating=self._creating)
         return backend
-
-    async def _image(self, spec: SandboxSpec) -> Image:
-        asked = (spec.image, spec.workspace or "", spec.toolkits)
-        found = self._recent_image(asked)
-        if found is not None:
-            return found
-        async with self._image_turn:  # one of a burst looks it up for all
-            found = self._recent_image(asked)
-            if found is None:
-                image, workspace, toolkits = asked
-                found = await asyncio.to_thread(self._images.compose, image, workspace=workspace, toolkits=toolkits)
-                if len(self._image_cache) > 1000:
-                    self._image_cache.clear()
-                self._image_cache[asked] = (time.monotonic(), found)
-            return found
-
-    def _recent_image(self, asked: _Asked) -> Image | None:
-        found = self._image_cache.get(asked)
-        return found[1] if found is not None and time.monotonic() - found[0] < FACTS_EVERY_S else None
 
     async def _create(
         self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, backend: Backend, image: Image

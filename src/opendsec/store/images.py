@@ -34,7 +34,8 @@ from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
 from opendsec.store.chunks import make_table, table_digest
-from opendsec.store.compose import MAX_LAYERS, compose, split_reference
+from opendsec.store.compose import MAX_LAYERS, split_reference
+from opendsec.store.composer import Composer
 from opendsec.store.durable import (
     disk_full_named,
     link_into,
@@ -82,6 +83,7 @@ class ImageStore:
         self.root = root
         self.layout = Layout(root)
         self._clock = clock
+        self._composer = Composer(self.layout, self.get)
         self._scratch = scratch
         self._lock_file = self.layout.lock
         with disk_full_named(root):
@@ -117,7 +119,7 @@ class ImageStore:
 
     def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
         """What a sandbox starts from; see `opendsec.store.compose`."""
-        return compose(self.get, image, workspace=workspace, toolkits=toolkits)
+        return self._composer.compose(image, workspace=workspace, toolkits=toolkits)
 
     def names(self) -> list[str]:
         """Names of all images, sorted: one directory is read, and no image. May hold one that was removed just now."""

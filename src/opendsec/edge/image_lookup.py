@@ -1,0 +1,62 @@
+"""What names of images mean to a create: never older than the create itself, and looked up once for a whole burst.
+
+Who arrives while a lookup of the same names is under way waits for the next one, since that one may have read before a
+name was changed; all who wait share it. So a create that follows a publish always gets what was published, and a
+thousand creates at once cost two lookups.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from opendsec.edge.images import ImageSource
+from opendsec.model.image import Image
+from opendsec.model.spec import SandboxSpec
+
+_Asked = tuple[str, str, tuple[str, ...] | None]
+"""Image, workspace and toolkits of a spec."""
+
+
+@dataclass(slots=True)
+class _Turn:
+    """Of one combination of names, while somebody asks for it."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    begun: int = 0
+    """Lookups so far."""
+    found_by: int = 0
+    """The last one that found it."""
+    found: Image | None = None
+    waiting: int = 0
+
+
+class ImageLookup:
+    """One per node."""
+
+    def __init__(self, images: ImageSource) -> None:
+        self._images = images
+        self._turns: dict[_Asked, _Turn] = {}
+
+    async def find(self, spec: SandboxSpec) -> Image:
+        """All layers of a start. Raises as `ImageSource.compose` does."""
+        asked = (spec.image, spec.workspace or "", spec.toolkits)
+        turn = self._turns.setdefault(asked, _Turn())
+        arrived = turn.begun
+        turn.waiting += 1
+        try:
+            async with turn.lock:
+                if turn.found is None or turn.found_by <= arrived:
+                    await self._look_up(asked, turn)
+                assert turn.found is not None
+                return turn.found
+        finally:
+            turn.waiting -= 1
+            if not turn.waiting:
+                del self._turns[asked]
+
+    async def _look_up(self, asked: _Asked, turn: _Turn) -> None:
+        image, workspace, toolkits = asked
+        turn.begun += 1
+        turn.found = await asyncio.to_thread(self._images.compose, image, workspace=workspace, toolkits=toolkits)
+        turn.found_by = turn.begun
