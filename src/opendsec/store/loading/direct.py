@@ -11,9 +11,10 @@ from __future__ import annotations
 import hashlib
 import secrets
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
-from opendsec.errors import DigestMismatchError, ImageInvalidError
+from opendsec.errors import DigestMismatchError, ImageInvalidError, NodeError
 from opendsec.model.image import Blob, Layer
 from opendsec.store.durable import disk_full_named
 from opendsec.store.images import ImageStore
@@ -29,8 +30,29 @@ class DirectLoader(Loader):
     def __init__(self, store: ImageStore, copies: Path) -> None:
         self._store = store
         self._copies = copies
+        self._data: dict[str, Path] = {}
+        self._record = copies / ".generation"
+        self._shared_generation = "0"
+        with suppress(FileNotFoundError):
+            self._shared_generation = self._record.read_text(encoding="ascii")
+
+    @property
+    def generation(self) -> str:
+        """Counts how often layers had to be mounted anew (`renew`), over all processes of this node."""
+        return self._shared_generation
 
     def attach(self, layer: Layer) -> LayerFiles:
+        try:
+            return self._attached(layer)
+        except OSError as error:
+            raise NodeError(
+                f"layer {layer.digest} cannot be read from the store {self._store.root}: {error}",
+                detail={"layer": layer.digest, "path": str(self._store.root)},
+                remedy="see whether its file system is mounted and its servers answer; then try again",
+                retryable=True,
+            ) from error
+
+    def _attached(self, layer: Layer) -> LayerFiles:
         meta = local_metadata(self._store, layer.mounted, self._copies)
         if layer.data is None:
             return LayerFiles(meta=meta)
@@ -39,9 +61,25 @@ class DirectLoader(Loader):
             raise ImageInvalidError(
                 f"the data of layer {layer.digest} is not whole in the store", detail={"layer": layer.digest}
             )
-        return LayerFiles(meta=meta, data=data.resolve())
+        self._data[layer.digest] = data.resolve()
+        shared = data.stat().st_dev != self._copies.stat().st_dev
+        return LayerFiles(
+            meta=meta, data=self._data[layer.digest], generation=self._shared_generation if shared else ""
+        )
+
+    def renew(self) -> None:
+        """Files of the store that were given out answer with errors for good: they are to be opened anew."""
+        self._shared_generation = str(int(self._shared_generation) + 1)
+        partial = self._record.with_name(f".generation.{secrets.token_hex(4)}")
+        partial.write_text(self._shared_generation, encoding="ascii")
+        partial.rename(self._record)
+
+    def data_of(self, digest: str) -> Path | None:
+        """The data file of a layer that was attached."""
+        return self._data.get(digest)
 
     def detach(self, layer: Layer) -> None:
+        self._data.pop(layer.digest, None)
         (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
 
     def close(self) -> None:
