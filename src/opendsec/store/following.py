@@ -2,7 +2,8 @@
 
 A second core hashes what is there already, so that little is left to do when the program ends. It relies on a file that
 only grows: whoever writes must never go back to what it has written. mkfs.erofs before 1.8 does not; for later ones,
-which were not looked into, `layers` waits for the end instead.
+which were not looked into, `layers` waits for the end instead. So it does on file systems over a network: the size they
+show of a file that is being written goes back and forth, and bytes below it may not be there yet (seen with MooseFS).
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from opendsec.linux.mount import mountinfo
 from opendsec.store.chunks import CHUNK_BYTES, DIGEST_BYTES
 
 _LOOK_EVERY_S = 0.02
 _PIECE_BYTES = 64 * CHUNK_BYTES
 _SYNC_BYTES = 512 * CHUNK_BYTES
 """So much more before the disk is asked again."""
+_OF_THIS_NODE = frozenset({"ext2", "ext3", "ext4", "xfs", "btrfs", "f2fs", "tmpfs", "overlay", "bcachefs", "zfs"})
+
+
+def can_follow(directory: Path) -> bool:
+    """Whether a file may be read in this directory while it is written: its file system is this node's own."""
+    place = directory.resolve()
+    above = [entry for entry in mountinfo() if place.is_relative_to(entry.target)]
+    return max(above, key=lambda entry: len(entry.target)).fstype in _OF_THIS_NODE if above else False
 
 
 class Following:

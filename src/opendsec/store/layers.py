@@ -12,7 +12,7 @@ from pathlib import Path
 
 from opendsec.model.image import LayerRole
 from opendsec.store.erofs import TreeFacts, make_erofs, mkfs_version
-from opendsec.store.following import Following
+from opendsec.store.following import Following, can_follow
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.progress import OnProgress, quietly
 
@@ -40,7 +40,8 @@ def make_layer(
     """
     meta, data = work / f"{name}.meta", work / f"{name}.data"
     with ExitStack() as stack:
-        following = stack.enter_context(Following(data)) if mkfs_version() < _GOES_BACK else None
+        follow = mkfs_version() < _GOES_BACK and can_follow(work)
+        following = stack.enter_context(Following(data)) if follow else None
         split = make_erofs(
             meta,
             tree,
