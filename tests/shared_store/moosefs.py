@@ -18,9 +18,12 @@ each takes the whole disk it is on for its own.
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import secrets
+import select
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -43,8 +46,10 @@ CHUNKSERVERS = 3
 COPIES = 2
 """Of every file: one chunkserver may be gone."""
 NODES = ("a", "b")
-BOUNDED = ("mfsioretries=6", "mfstimeout=6")
-"""A client that gives up: EIO when no copy answers for 6 seconds. Its default is to try 30 times, for minutes."""
+HOSTS = ("master", *(f"c{number + 1}" for number in range(CHUNKSERVERS)), *NODES)
+BOUNDED = ("mfsioretries=4", "mfstimeout=12")
+"""A client that gives up: EIO when no copy answers for twelve seconds. One server that is cut off costs it about four.
+Its default is to try 30 times, for minutes."""
 
 _NETWORK = "198.18.77"
 _STARTED_S = 20.0
@@ -84,35 +89,59 @@ def missing() -> str | None:
     return None if Path("/dev/fuse").exists() else "no /dev/fuse"
 
 
-def run(*argv: str) -> None:
-    """A short command; its words in the error."""
+def run(*argv: str) -> str:
+    """A short command; what it says."""
     done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stdout}{done.stderr}"
+    return done.stdout
+
+
+_KEEPER = 'while read -r; do setpriv --pdeathsig KILL "$@" </dev/null >&2 & echo $!; done'
+"""Starts the program each time it is told to and says its process id; dies with the caller, the program with it."""
 
 
 @dataclass(slots=True)
 class Program:
-    """One process in one network namespace, that can be ended and started anew."""
+    """One program in one network namespace, that can be ended and started anew.
+
+    Its process is a child of a small one of its own, so that whoever counts the caller's children sees no change.
+    """
 
     namespace: str
     argv: Sequence[str]
     log: Path
-    process: subprocess.Popen[bytes] | None = None
+    keeper: subprocess.Popen[bytes] | None = None
+    pidfd: int = -1
 
     def start(self) -> None:
         """Begin; it may not be ready yet."""
-        within = ("nsenter", f"--net=/run/netns/{self.namespace}", "setpriv", "--pdeathsig", "KILL")
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                [*within, *self.argv], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-            )
+        if self.keeper is None:
+            within = ("nsenter", f"--net=/run/netns/{self.namespace}", "setpriv", "--pdeathsig", "KILL")
+            keeper = (*within, "bash", "-c", _KEEPER, "keeper", *self.argv)
+            with self.log.open("ab") as log:
+                self.keeper = subprocess.Popen(
+                    keeper, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, start_new_session=True
+                )
+        assert self.keeper.stdin is not None
+        assert self.keeper.stdout is not None
+        self.keeper.stdin.write(b"\n")
+        self.keeper.stdin.flush()
+        self.pidfd = os.pidfd_open(int(self.keeper.stdout.readline()))
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone. Idempotent."""
-        if self.process is not None:
-            self.process.kill()
-            self.process.wait(20)
-            self.process = None
+        if self.pidfd >= 0:
+            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
+            assert select.select([self.pidfd], [], [], 20)[0], f"{self.argv[0]} does not end"
+            os.close(self.pidfd)
+            self.pidfd = -1
+
+    def close(self) -> None:
+        """For good."""
+        self.kill()
+        if self.keeper is not None:
+            self.keeper.communicate(timeout=20)
+            self.keeper = None
 
 
 @dataclass(slots=True)
@@ -121,6 +150,7 @@ class Server(Program):
 
     switch: str = ""
     port: str = ""
+    address: str = ""
 
     def cut(self) -> None:
         """Pull the cable: packets vanish, connections stay open."""
@@ -145,7 +175,7 @@ class Cluster:
     def mounted(self, node: str, point: Path, *, options: Sequence[str] = BOUNDED) -> Iterator[Path]:
         """The file system as a node sees it, at `point`, which is made; gone afterwards, whoever uses it still."""
         point.mkdir(parents=True, exist_ok=True)
-        words = ",".join((f"mfsmaster={_NETWORK}.2", "allow_other", "mfsallowoomkiller", "mfsnice=0", *options))
+        words = ",".join((f"mfsmaster={_address('master')}", "allow_other", "mfsallowoomkiller", "mfsnice=0", *options))
         client = Program(
             f"{self.name}-{node}", ("mfsmount", "-f", str(point), "-o", words), self.folder / f"client-{node}.log"
         )
@@ -158,7 +188,7 @@ class Cluster:
             self.clients.pop(point, None)
             while _is_mounted(point):
                 umount2(point, MNT_DETACH)
-            client.kill()
+            client.close()
             point.rmdir()
 
     def lose(self, node: str, point: Path, *, cut: bool) -> None:
@@ -172,9 +202,19 @@ class Cluster:
         """Put a node's cable in again."""
         run("ip", "-n", f"{self.name}-switch", "link", "set", "dev", node, "up")
 
-    def tool(self, node: str, *argv: str) -> None:
-        """One of MooseFS' commands on a path of that node's mount: it asks the client at the node's own loopback."""
-        run("nsenter", f"--net=/run/netns/{self.name}-{node}", *argv)
+    def asked(self, node: str, *argv: str) -> str:
+        """What one of MooseFS' commands says; it asks the client of that node at the node's own loopback."""
+        return run("nsenter", f"--net=/run/netns/{self.name}-{node}", *argv)
+
+    def received_bytes(self, node: str) -> int:
+        """What has come over a node's cable so far."""
+        within = ("nsenter", f"--net=/run/netns/{self.name}-{node}", "ip", "-s", "-j", "link", "show", "dev", "eth0")
+        count: int = json.loads(run(*within))[0]["stats64"]["rx"]["bytes"]
+        return count
+
+    def said(self, node: str) -> str:
+        """The end of what that node's client has logged."""
+        return (self.folder / f"client-{node}.log").read_text(errors="replace")[-3000:]
 
     def wait_for_chunkservers(self, root: Path, *, count: int = CHUNKSERVERS) -> None:
         """Until so many take part. `root`: a mount."""
@@ -197,13 +237,12 @@ def wait_for(ready: Callable[[], bool], log: Path, *, within_s: float = _STARTED
 def moosefs(folder: Path, *, copies: int = COPIES) -> Iterator[Cluster]:
     """A file system that is ready to be mounted; nothing of it is left afterwards but `folder` itself, empty."""
     name = f"opendsec-mfs-{os.getpid()}-{secrets.token_hex(2)}"
-    hosts: tuple[str, ...] = ("master", *(f"c{number + 1}" for number in range(CHUNKSERVERS)), *NODES)
     with ExitStack() as stack:
-        stack.enter_context(_network(name, hosts))
+        stack.enter_context(_network(name, HOSTS))
         stack.enter_context(_emptied(folder))
-        servers = [_make_server(name, host, folder / host) for host in hosts if host not in NODES]
+        servers = [_make_server(name, host, folder / host) for host in HOSTS if host not in NODES]
         for server in servers:
-            stack.callback(server.kill)
+            stack.callback(server.close)
         cluster = Cluster(folder, name, servers[0], servers[1:])
         servers[0].start()
         wait_for(lambda: _listens(name), servers[0].log)
@@ -211,9 +250,13 @@ def moosefs(folder: Path, *, copies: int = COPIES) -> Iterator[Cluster]:
             server.start()
         with cluster.mounted(NODES[0], folder / "first") as root:
             cluster.wait_for_chunkservers(root)
-            cluster.tool(NODES[0], "mfssetgoal", str(copies), str(root))
-            cluster.tool(NODES[0], "mfssettrashtime", "0", str(root))
+            cluster.asked(NODES[0], "mfssetgoal", str(copies), str(root))
+            cluster.asked(NODES[0], "mfssettrashtime", "0", str(root))
         yield cluster
+
+
+def _address(host: str) -> str:
+    return f"{_NETWORK}.{HOSTS.index(host) + 2}"
 
 
 def _make_server(name: str, host: str, folder: Path) -> Server:
@@ -226,12 +269,19 @@ def _make_server(name: str, host: str, folder: Path) -> Server:
         (folder / "topology").touch()
         (folder / "metadata.mfs").write_bytes(_EMPTY_METADATA)
     else:
-        config.write_text(_CHUNKSERVER.format(folder=folder, master=f"{_NETWORK}.2"))
+        config.write_text(_CHUNKSERVER.format(folder=folder, master=_address("master")))
         for below in ("state", "disk"):
             (folder / below).mkdir()
         (folder / "disks").write_text(f"~{folder / 'disk'}\n")
     argv = (program, "-f", *(("-a",) if host == "master" else ()), "-c", str(config), "start")
-    return Server(f"{name}-{host}", argv, folder.with_suffix(".log"), switch=f"{name}-switch", port=host)
+    return Server(
+        f"{name}-{host}",
+        argv,
+        folder.with_suffix(".log"),
+        switch=f"{name}-switch",
+        port=host,
+        address=_address(host),
+    )
 
 
 def _free_bytes(path: Path) -> int:
@@ -244,7 +294,7 @@ def _is_mounted(point: Path) -> bool:
 
 
 def _listens(name: str) -> bool:
-    probe = ("nsenter", f"--net=/run/netns/{name}-a", "bash", "-c", f"exec 3<>/dev/tcp/{_NETWORK}.2/9421")
+    probe = ("nsenter", f"--net=/run/netns/{name}-a", "bash", "-c", f"exec 3<>/dev/tcp/{_address('master')}/9421")
     return subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=10, check=False).returncode == 0
 
 
@@ -269,11 +319,11 @@ def _network(name: str, hosts: Sequence[str]) -> Iterator[None]:
             run("ip", "netns", "add", namespace)
             stack.callback(run, "ip", "netns", "delete", namespace)
         _batch(switch, ["link add br0 type bridge", "link set br0 up"])
-        for number, host in enumerate(hosts):
+        for host in hosts:
             namespace = f"{name}-{host}"
             _batch(switch, [f"link add name {host} type veth peer name eth0 netns {namespace}"])
             _batch(switch, [f"link set dev {host} master br0", f"link set dev {host} up"])
-            address = f"address add {_NETWORK}.{number + 2}/24 dev eth0"
+            address = f"address add {_address(host)}/24 dev eth0"
             _batch(namespace, ["link set lo up", address, "link set eth0 up"])
         yield
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.shared_store.moosefs import Cluster, moosefs
+from tests.shared_store.moosefs import BOUNDED, Cluster, moosefs
 
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
@@ -52,15 +52,16 @@ def cluster(disk: Path) -> Iterator[Cluster]:
 
 
 @pytest.fixture
-def nodes(cluster: Cluster, disk: Path) -> Iterator[tuple[NodeView, NodeView]]:
-    """Both nodes, with an empty store."""
+def nodes(cluster: Cluster, disk: Path, request: pytest.FixtureRequest) -> Iterator[tuple[NodeView, NodeView]]:
+    """Both nodes, with an empty store. The parameter: options of their clients instead of `BOUNDED`."""
+    options: tuple[str, ...] = getattr(request, "param", BOUNDED)
     with ExitStack() as stack:
         found = []
         for name in ("a", "b"):
             local = disk / f"node-{name}"
             local.mkdir()
             stack.callback(shutil.rmtree, local)
-            shared = stack.enter_context(cluster.mounted(name, disk / f"shared-{name}"))
+            shared = stack.enter_context(cluster.mounted(name, disk / f"shared-{name}", options=options))
             found.append(NodeView(name=name, shared=shared, local=local))
         stack.callback(shutil.rmtree, found[0].shared / "store", ignore_errors=True)
         yield found[0], found[1]
