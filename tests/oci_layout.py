@@ -92,6 +92,11 @@ class LayoutMaker:
         """Store a JSON value; its descriptor."""
         return self.blob(json.dumps(fields).encode(), media_type)
 
+    def read(self, descriptor: Mapping[str, Any]) -> dict[str, Any]:
+        """A JSON object that was stored."""
+        fields: dict[str, Any] = json.loads((self.root / "blobs/sha256" / descriptor["digest"][7:]).read_bytes())
+        return fields
+
     def image(
         self,
         layers: Sequence[bytes],

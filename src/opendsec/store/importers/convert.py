@@ -11,17 +11,14 @@ Each archive must have the size and digest its descriptor says, and uncompressed
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Generic, Self, TypeVar
 
 from opendsec.errors import DigestMismatchError
 from opendsec.model.image import Layer, LayerRole
 from opendsec.store.images import ImageStore, StagedLayer
+from opendsec.store.importers.background import Background, Task
 from opendsec.store.importers.conversions import Conversion, Conversions, Found
 from opendsec.store.importers.files import verify
 from opendsec.store.importers.grouping import is_complete, known_groups
@@ -32,10 +29,6 @@ from opendsec.store.importers.tar import opened_archive, position
 from opendsec.store.importers.unpack import Spent, TreeWriter
 from opendsec.store.layers import make_layer
 from opendsec.store.progress import OnProgress, Progress
-
-T = TypeVar("T")
-
-_THREADS = min(4, os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,7 +103,7 @@ def convert(work: Work, image: OciImage, plan: Plan) -> list[Converted]:
     """Unpack and pack the rest. Raises what `verify`, `TreeWriter` and `make_layer` do."""
     if plan.start == len(image.layers):
         return []
-    with Stack(work.trees) as stack, _Background() as background:
+    with Stack(work.trees) as stack, Background() as background:
         add_below(work, stack)
         for found in plan.found:
             stack.add_files(found.meta, found.data)
@@ -127,7 +120,7 @@ def add_below(work: Work, stack: Stack) -> None:
 class _Conversion:
     """One run of `convert`."""
 
-    def __init__(self, work: Work, image: OciImage, plan: Plan, stack: Stack, background: _Background) -> None:
+    def __init__(self, work: Work, image: OciImage, plan: Plan, stack: Stack, background: Background) -> None:
         self._work = work
         self._image = image
         self._plan = plan
@@ -216,52 +209,3 @@ def apply_layer(
                     detail={"layer": layer.label, "digest": layer.diff_id},
                 )
             return archive.stream.done
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Task(Generic[T]):
-    """Something that runs in the background."""
-
-    name: str
-    future: Future[T]
-
-
-class _Abandoned(Exception):
-    """Raised inside a task whose import has failed elsewhere: it ends what it does, its program with it."""
-
-
-class _Background:
-    """Tasks on other cores. Leaving the context ends them all, waits for them, and drops what they would say."""
-
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(_THREADS, thread_name_prefix="import")
-        self._over = threading.Event()
-        self._done: dict[str, tuple[int, int]] = {}
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._over.set()
-        self._pool.shutdown(wait=True, cancel_futures=True)
-
-    def submit(self, name: str, call: Callable[[], T]) -> Task[T]:
-        """Start it as soon as a core is free."""
-        self._done[name] = (0, 1)
-        return Task(name=name, future=self._pool.submit(call))
-
-    def tell(self, name: str, done: int, total: int | None) -> None:
-        """Called by tasks: how far they are."""
-        if self._over.is_set():
-            raise _Abandoned(name)
-        self._done[name] = (done, total or max(done, 1))
-
-    def finish(self, tasks: Sequence[Task[T]], phase: str, on_progress: OnProgress) -> list[T]:
-        """What the tasks returned; waits for them, and tells how far they are. Raises what the first failed one did."""
-        futures = [task.future for task in tasks]
-        while wait(futures, timeout=0.2, return_when=FIRST_EXCEPTION).not_done:
-            if failed := [future for future in futures if future.done() and future.exception() is not None]:
-                failed[0].result()
-            about = [self._done[task.name] for task in tasks]
-            on_progress(Progress(phase=phase, done=sum(one[0] for one in about), total=sum(one[1] for one in about)))
-        return [future.result() for future in futures]

@@ -65,15 +65,15 @@ class Stack(contextlib.AbstractContextManager["Stack"]):
             os.close(fd)
 
     @contextlib.contextmanager
-    def with_root_of(self, below: Path | None) -> Iterator[Path]:
-        """All layers together under another root's attributes, to be read while the context lasts."""
+    def with_root_of(self, below: Path | None) -> Iterator[int]:
+        """All layers together under another root's attributes, to be read while the context lasts: a mount."""
         upper, scratch = self._work / "root.upper", self._work / "root.work"
         upper.mkdir(mode=_IMPLICIT_MODE)
         scratch.mkdir(mode=0o700)
         _copy_root(below, upper)
         fd = overlay(self._lowers[::-1], upper=upper, work=scratch)
         try:
-            yield _at(fd)
+            yield fd
         finally:
             os.close(fd)
 

@@ -14,11 +14,13 @@ from __future__ import annotations
 import os
 import stat
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 from opendsec.errors import ImageInvalidError
 from opendsec.model.image import LayerRole
 from opendsec.store.images import StagedLayer
+from opendsec.store.importers.background import Background, with_mounted
 from opendsec.store.importers.convert import Work, add_below
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.stack import Stack
@@ -66,8 +68,21 @@ def layer_of_directory(work: Work, tree: Path, *, role: LayerRole) -> StagedLaye
             if below is not None:
                 _check_links(os.fsencode(tree), os.fsencode(below))
             rooted.add_tree(tree)
-            with rooted.with_root_of(below) as shown:
-                return make_layer(work.store, work.directory, shown, role=role, on_progress=work.on_progress)
+            with rooted.with_root_of(below) as mounted, Background() as background:
+                return _packed(work, mounted, role, background)
+
+
+def _packed(work: Work, mounted: int, role: LayerRole, background: Background) -> StagedLayer:
+    """A layer of a detached mount: mkfs.erofs wants a path, and the path is nobody else's business."""
+    place = work.trees / "shown"
+    place.mkdir(mode=0o700)
+
+    def tell(step: Progress) -> None:
+        background.tell("pack", step.done, step.total)
+
+    call = partial(make_layer, work.store, work.directory, place, role=role, on_progress=tell)
+    task = background.submit("pack", partial(with_mounted, mounted, place, call))
+    return background.finish([task], "writing the layer", work.on_progress)[0]
 
 
 def check_tree(tree: Path) -> None:
