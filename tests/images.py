@@ -6,11 +6,12 @@ Needs the package busybox-static (`apt-get install busybox-static`), mkfs.erofs 
 from __future__ import annotations
 
 import os
+import stat
 import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from opendsec.model.image import Image, ImageConfig
+from opendsec.model.image import Image, ImageConfig, LayerRole
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 
@@ -58,6 +59,37 @@ def make_scratch_image(
     """No shell anywhere; /app holds `SCRATCH_PROGRAMS` as static programs. PATH is /app unless `env` says otherwise."""
     config = ImageConfig(env={"PATH": "/app", **(env or {})}, user=user, workdir=workdir, cmd=("/app/true",))
     return _publish(store, name, config, applets=SCRATCH_PROGRAMS, files=files or {})
+
+
+def make_part(
+    store: ImageStore,
+    name: str,
+    files: Mapping[str, str],
+    *,
+    role: LayerRole,
+    removed: Sequence[str] = (),
+    opaque: Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+) -> Image:
+    """A toolkit or workspace of one layer: `files` (path → content), whiteouts at `removed`, and directories that hide
+    what is below them. The name means it from now on, whatever it meant."""
+    with store.staging() as work:
+        tree = work / "tree"
+        tree.mkdir()
+        for directory in opaque:
+            (tree / directory.lstrip("/")).mkdir(parents=True)
+            os.setxattr(tree / directory.lstrip("/"), "trusted.overlay.opaque", b"y")
+        for path, content in files.items():
+            target = tree / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(content)
+            target.chmod(0o755)
+        for path in removed:
+            target = tree / path.lstrip("/")
+            target.parent.mkdir(parents=True, exist_ok=True)
+            os.mknod(target, stat.S_IFCHR)
+        layer = make_layer(store, work, tree, role=role)
+        return store.publish(name, layers=[layer], config=ImageConfig(env=env or {}), source="test", replace=True)
 
 
 def _publish(
