@@ -89,16 +89,25 @@ class Context:
                     matching = [part.replace("\\", "")]
                 below += [f"{directory}/{name}" if directory else name for name in matching]
             names = below
-        return [name for name in names if self._is_there(name)]
+        return [name for name in names if not self._is_left_out(name) and self._is_there(name)]
 
     def _list(self, directory: str) -> list[str]:
         place = self._resolved(directory)
         return [path.name for path in place.iterdir()] if place is not None and place.is_dir() else []
 
+    def _is_left_out(self, name: str) -> bool:
+        return bool(name) and self._ignore.ignores(name) and not (self._ignore.takes_back and self._has_kept(name))
+
     def _is_there(self, name: str) -> bool:
-        if name and self._ignore.ignores(name) and not (self._ignore.takes_back and self._has_kept(name)):
-            return False
-        return self._resolved(name) is not None
+        if self._resolved(name) is not None:
+            return True
+        if (self._root / name).is_symlink():
+            raise InvalidSpecError(
+                f"{name!r} is a link that leads nowhere in the build context",
+                detail={"field": "source"},
+                remedy="copy the directory it is in, which keeps links as links, or name it in .dockerignore",
+            )
+        return False
 
     def _has_kept(self, name: str) -> bool:
         place = self._resolved(name)
