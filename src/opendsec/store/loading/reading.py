@@ -363,7 +363,9 @@ class BlobReader:
             why = str(problem)
             self.failed(f"cache: {why}")
         if len(kept) < len(chunks):
-            error = error or NodeError(f"data of {self.data.digest} cannot be kept on this node: {why}", retryable=False)
+            error = error or NodeError(
+                f"data of {self.data.digest} cannot be kept on this node: {why}", retryable=False
+            )
         return {number: chunks[number] for number in kept}, error
 
     def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
