@@ -5,6 +5,7 @@ from __future__ import annotations
 from opendsec.host import image_exporting as _exporting  # noqa: F401
 from opendsec.host import image_importing as _importing  # noqa: F401
 from opendsec.host import image_keeping as _keeping  # noqa: F401
+from opendsec.host import image_loading as _loading  # noqa: F401
 from opendsec.host import images as _images  # noqa: F401
 from opendsec.host.image_group import app
 

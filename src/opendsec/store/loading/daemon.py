@@ -126,7 +126,8 @@ class Daemon:
         if what == "record":
             served.recording = Recording(lambda _: None, seconds=ON_PURPOSE_S)
         if what == "recorded":
-            return {"chunks": self._recorded(served, str(fields.get("command", "")))}
+            keep = bool(fields.get("keep", True))
+            return {"chunks": self._recorded(served, str(fields.get("command", "")), keep=keep)}
         return {"file": served.file.name}
 
     def attach(self, layer: Layer) -> Served:
@@ -264,13 +265,13 @@ class Daemon:
         served.loading += served.reader.load(chunks)
         return {"chunks": len(chunks), "has_profile": profile is not None}
 
-    def _recorded(self, served: Served, command: str) -> int:
-        found: list[int] = []
+    def _recorded(self, served: Served, command: str, *, keep: bool) -> int:
+        """How many chunks were read since the recording began; a profile when they are to be kept."""
         recording, served.recording = served.recording, None
         if recording is None:
             raise RequestError("nothing is being recorded of this layer", detail={"layer": served.layer.digest})
-        found = list(recording.seen())
-        if found:
+        found = recording.seen()
+        if found and keep:
             self._keep_profile(served, found, command=command)
         return len(found)
 

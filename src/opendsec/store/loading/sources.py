@@ -210,6 +210,28 @@ class ObjectFiles(StoreFiles):
         except (BaseError, OSError) as error:
             raise _as_os_error(error, name) from error
 
+    def size(self, name: str) -> int | None:
+        """Of an object; None when there is none. OSError."""
+        from obstore import head
+        from obstore.exceptions import BaseError
+
+        try:
+            return int(head(self._store, name)["size"])
+        except FileNotFoundError:
+            return None
+        except (BaseError, OSError) as error:
+            raise _as_os_error(error, name) from error
+
+    def upload(self, name: str, path: Path) -> None:
+        """Put a file there, large ones in parts: it is there when all of it is. OSError."""
+        from obstore import put
+        from obstore.exceptions import BaseError
+
+        try:
+            put(self._store, name, path)
+        except (BaseError, OSError) as error:
+            raise _as_os_error(error, name) from error
+
     def close(self) -> None:
         """Connections go with the object."""
 

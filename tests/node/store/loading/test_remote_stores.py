@@ -8,16 +8,26 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import obstore
 import pytest
-from obstore.store import S3Store
-from tests.node.store.loading.conftest import StartNode, digests, make_image, tree_of, truth
+from tests.node.store.loading.conftest import StartNode, digest_or_error, digests, make_image, tree_of, truth
 from tests.node.store.loading.servers import Served, s3_server, web_server
 
-from opendsec.errors import DigestMismatchError, ImageInvalidError, ImageNotFoundError, NodeError, UnsupportedError
+from opendsec.errors import (
+    ConflictError,
+    DigestMismatchError,
+    ImageInvalidError,
+    ImageNotFoundError,
+    NodeError,
+    UnsupportedError,
+)
+from opendsec.model.image import ImageConfig, LayerRole
+from opendsec.store.compose import pinned
 from opendsec.store.images import ImageStore
+from opendsec.store.layers import make_layer
+from opendsec.store.loading.profiles import startup_bytes
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
 from opendsec.store.loading.sources import open_files
+from opendsec.store.loading.sync import sync_images
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.fuse]
 
@@ -124,10 +134,10 @@ def test_s3(
     expected = truth(store, image, disk)
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
-    bucket = S3Store.from_url("s3://images/stores/a")
-    for path in store.root.rglob("*"):
-        if path.is_file() and path.stat().st_size:
-            obstore.put(bucket, str(path.relative_to(store.root)), path)
+    done = sync_images(store, ["team/one"], "s3://images/stores/a")
+    assert done.images == ("team/one",)
+    assert done.sent_bytes > image.layers[0].size_bytes
+    assert sync_images(store, ["team/one"], "s3://images/stores/a").sent_bytes == 0
     remote = RemoteStore(open_files("s3://images/stores/a"))
     assert remote.names() == ["team/one"]
     assert remote.get("team/one") == image
@@ -141,7 +151,71 @@ def test_s3(
     node.stop()
     with pytest.raises(ImageNotFoundError):
         remote.get("other")
+    make_image(other := ImageStore(disk / "other"), "team/one", files=2, seed=5)
+    with pytest.raises(ConflictError, match="other content"):
+        sync_images(other, ["team/one"], "s3://images/stores/a")
+    assert remote.get("team/one") == image
     monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
     unreachable = RemoteStore(open_files("s3://images/stores/a"), patience_s=0.3)
     with pytest.raises(NodeError, match="s3://images/stores/a"):
         unreachable.get("team/one")
+
+
+def test_sync_to_a_directory(store: ImageStore, disk: Path) -> None:
+    """An image that refers to others by name and by digest; a damaged layer stays where it is."""
+    base = make_image(store, "base", files=3)
+    with store.staging() as work:
+        (work / "tree").mkdir()
+        (work / "tree" / "own").write_text("own")
+        layer = make_layer(store, work, work / "tree", role=LayerRole.WORKSPACE)
+        store.publish("top", layers=[layer], config=ImageConfig(), base="base")
+        store.publish("fixed", layers=[layer], config=ImageConfig(), base=pinned(base), replace=True)
+    done = sync_images(store, ["top", "fixed"], str(disk / "copy"))
+    copy = ImageStore(disk / "copy")
+    assert done.images == ("base", "top", pinned(base), "fixed")
+    for name in ("top", "fixed"):
+        assert copy.compose(name).layers == store.compose(name).layers
+    assert truth(copy, base, disk) == truth(store, base, disk)
+    again = sync_images(store, ["top", "fixed"], str(disk / "copy"))
+    assert again.sent_bytes == 0
+    data = base.layers[0].data
+    assert data is not None
+    store.data_path(data.digest).chmod(0o644)
+    with store.data_path(data.digest).open("r+b") as file:
+        file.write(b"damaged")
+    with pytest.raises(DigestMismatchError, match="damaged in this node"):
+        sync_images(store, ["top"], str(disk / "third"))
+    assert ImageStore(disk / "third").names() == []
+    with pytest.raises(UnsupportedError, match="plain HTTP"):
+        sync_images(store, ["top"], "http://127.0.0.1:9/")
+
+
+def test_what_one_start_read_the_next_node_has_before_it_asks(
+    store: ImageStore, disk: Path, web: Served, start_node: StartNode
+) -> None:
+    image = make_image(store, "one", files=30)
+    first = start_node(str(store.root))
+    with first.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        for name in ("d1/f1", "d2/f2", "d3/f3"):
+            (tree_of(fd) / name).read_bytes()
+    first.stop()
+    read = startup_bytes(open_files(web.url), image)
+    assert read is not None
+    assert 0 < read < image.layers[0].size_bytes / 2
+    second = start_node(web.url)
+    with second.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        for _ in range(200):
+            (layer,) = second.ask("status")["layers"].values()
+            if not layer["loading"]:
+                break
+            time.sleep(0.02)
+        assert layer["asked_bytes"] == 0
+        assert abs(layer["present_bytes"] - read) < 70_000
+        before = second.ask("status")["store"]["requests"]
+        web.faults = ["500"]
+        expected = truth(store, image, disk)
+        found = {name: digest_or_error(tree_of(fd) / name) for name in ("d1/f1", "d2/f2", "d3/f3")}
+        assert found == {name: expected[name] for name in found}
+        assert second.ask("status")["store"]["requests"] == before

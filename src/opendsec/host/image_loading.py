@@ -1,0 +1,187 @@
+"""`opendsec image sync`, `prefetch` and `profile`: images for other stores, and chunks before anybody asks for them.
+
+Prefetching and recording are done by the loader process of this machine; where layers are read directly there is none.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from opendsec.cli.output import Json, note, print_json, print_line, size
+from opendsec.errors import InvalidSpecError, UnsupportedError
+from opendsec.host.image_group import STATE_DIR, app, errors_shown, open_store, progress_shown
+from opendsec.host.local import started
+from opendsec.model.image import Image, Layer
+from opendsec.store.chunks import CHUNK_BYTES
+from opendsec.store.loading.base import LoaderKind
+from opendsec.store.loading.control import ask
+from opendsec.store.loading.fuse import ATTACH_S, SOCKET
+from opendsec.store.loading.remote import RemoteStore
+from opendsec.store.loading.settings import read_loading
+from opendsec.store.loading.sources import is_remote, open_files
+from opendsec.store.loading.sync import sync_images
+from opendsec.store.manifest import hex_of
+from opendsec.store.progress import OnProgress, Progress
+
+_LOOK_S = 0.2
+
+
+@app.command("sync")
+def sync(
+    destination: Annotated[str, typer.Argument(help="A directory, or s3://bucket/prefix.")],
+    names: Annotated[list[str] | None, typer.Argument(help="Images; all when none is named.")] = None,
+    replace: Annotated[bool, typer.Option("--replace", help="Let names mean these images there.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Copy images, and those they refer to, to another store: data first, the name last."""
+    with errors_shown(as_json), progress_shown("sync") as on_progress:
+        store = open_store()
+        done = sync_images(store, names or store.names(), destination, replace=replace, on_progress=on_progress)
+    if as_json:
+        print_json(asdict(done))
+        return
+    print_line(
+        f"{len(done.images)} images in {destination}: sent {size(done.sent_bytes)}, "
+        f"{size(done.present_bytes)} were there already"
+    )
+
+
+@app.command("prefetch")
+def prefetch(
+    name: Annotated[str, typer.Argument(help="Name of the image.")],
+    everything: Annotated[bool, typer.Option("--all", help="The whole image, not only what a start reads.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Bring what a start of an image reads to this machine's cache."""
+    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
+        image = _look_up(name)
+        socket = _loader_socket()
+        with_profile = 0
+        layers = _with_data(image)
+        for layer in layers:
+            answer = ask(socket, "prefetch", timeout_s=ATTACH_S, layer=_fields(layer), everything=everything)
+            with_profile += bool(answer["has_profile"])
+        present, total = _wait_loaded(socket, layers, on_progress)
+    if as_json:
+        print_json({"image": name, "layers": len(layers), "profiles": with_profile, "present_bytes": present})
+        return
+    print_line(f"image {name}: {size(present)} of {size(total)} are on this machine")
+    if not everything and with_profile < len(layers):
+        note(f"{len(layers) - with_profile} layers have no profile yet; `opendsec image profile` records one")
+
+
+@app.command("profile", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+def profile(
+    name: Annotated[str, typer.Argument(metavar="NAME -- COMMAND...", help="Image, and what a start is.")],
+    command: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    as_json: Json = False,
+) -> None:
+    """Start a sandbox, run a command in it, and remember what of the image that read, for later starts."""
+    argv = [word for n, word in enumerate(command or []) if not (n == 0 and word == "--")]
+    with errors_shown(as_json):
+        if not argv:
+            raise InvalidSpecError("command: say what a start is: opendsec image profile NAME -- COMMAND")
+        image = _look_up(name)
+        socket = _loader_socket()
+        layers = _with_data(image)
+        for layer in layers:
+            _drop_pages(started(os.environ).run_dir / "layers" / hex_of(layer.digest))
+            ask(socket, "record", timeout_s=ATTACH_S, layer=_fields(layer))
+        status = -1
+        try:
+            status = _run(name, argv)
+        finally:
+            words = shlex.join(argv)
+            chunks = [
+                int(
+                    ask(socket, "recorded", timeout_s=ATTACH_S, layer=_fields(one), command=words, keep=status == 0)[
+                        "chunks"
+                    ]
+                )
+                for one in layers
+            ]
+    if as_json:
+        print_json({"image": name, "status": status, "chunks": sum(chunks)})
+    elif status == 0:
+        print_line(f"image {name}: a start reads about {size(sum(chunks) * CHUNK_BYTES)}")
+    if status != 0:
+        note(f"the command ended with status {status}; nothing was recorded")
+        raise typer.Exit(1)
+
+
+def _look_up(name: str) -> Image:
+    """All layers of a start, from the store the platform of this machine uses."""
+    address = _environment().get("OPENDSEC_STORE", "")
+    return RemoteStore(open_files(address)).compose(name) if is_remote(address) else open_store().compose(name)
+
+
+def _environment() -> dict[str, str]:
+    return started(os.environ).environment(os.environ)
+
+
+def _loader_socket() -> Path:
+    """UnsupportedError where this machine's layers need no loader."""
+    environment = _environment()
+    state = Path(environment.get("OPENDSEC_STATE_DIR", STATE_DIR))
+    if read_loading(environment, state_dir=state).kind is LoaderKind.DIRECT:
+        raise UnsupportedError(
+            "layers of this machine are read directly from the store, so there is no cache to fetch to",
+            remedy="OPENDSEC_LOADER=fuse opendsec up",
+        )
+    return Path(environment["OPENDSEC_RUN_DIR"]) / SOCKET
+
+
+def _with_data(image: Image) -> list[Layer]:
+    return [layer for layer in image.layers if layer.data is not None]
+
+
+def _fields(layer: Layer) -> dict[str, object]:
+    return asdict(layer)
+
+
+def _wait_loaded(socket: Path, layers: Sequence[Layer], on_progress: OnProgress) -> tuple[int, int]:
+    """Bytes on this machine, of how many, once nothing is being loaded any more. Raises what kept it from going on."""
+    wanted = {layer.digest for layer in layers}
+    waited = threading.Event()
+    while True:
+        found = [one for digest, one in ask(socket, "status", timeout_s=10.0)["layers"].items() if digest in wanted]
+        present = sum(one["present_bytes"] for one in found)
+        total = sum(one["size_bytes"] for one in found)
+        on_progress(Progress(phase="fetching", done=present, total=total))
+        problem = next((one["problem"] for one in found if one["problem"]), "")
+        if problem:
+            raise UnsupportedError(f"not everything was fetched: {problem}")
+        if not any(one["loading"] for one in found):
+            return present, total
+        waited.wait(_LOOK_S)
+
+
+def _drop_pages(tree: Path) -> None:
+    """Forget what is in memory of a mounted layer, so that the kernel asks for it again; what is mapped stays."""
+    for directory, _, names in os.walk(tree):
+        for name in names:
+            path = Path(directory, name)
+            if not path.is_file() or path.is_symlink():
+                continue
+            fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            try:
+                os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(fd)
+
+
+def _run(name: str, argv: Sequence[str]) -> int:
+    """Exit status of a command in a sandbox of its own."""
+    from opendsec.sync import DSecClient, DSecContainerRunArgs
+
+    with DSecClient() as client, client.container(DSecContainerRunArgs(container_image=name)) as sandbox:
+        result = sandbox.commands.run(list(argv))
+        return result.exit_code if result.exit_code is not None else -1

@@ -1,0 +1,100 @@
+"""Profiles are advice: kept as they were recorded, believed in nothing else; a recording ends by itself or when told."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from tests.unit.store.loading.faulty import FaultyFiles
+
+from opendsec.model.image import Blob, Image, ImageConfig, Layer
+from opendsec.store.chunks import CHUNK_BYTES
+from opendsec.store.loading.profiles import (
+    MOST_CHUNKS,
+    Profile,
+    Recording,
+    decode_profile,
+    encode_profile,
+    profile_name,
+    read_profile,
+    startup_bytes,
+)
+
+
+def digest(letter: str) -> str:
+    return f"sha256:{letter * 64}"
+
+
+LAYER = Layer(
+    digest=digest("a"),
+    size_bytes=0,
+    meta=Blob(digest=digest("b"), size_bytes=1000),
+    data=Blob(digest=digest("c"), size_bytes=9 * CHUNK_BYTES + 5),
+)
+PROFILE = Profile(
+    layer=LAYER.digest, data=digest("c"), chunks=(9, 2, 3, 4, 0), recorded_at=1.5, command="python3 -c 'é'"
+)
+
+
+def test_a_profile_survives_the_file() -> None:
+    assert decode_profile(encode_profile(PROFILE), LAYER) == PROFILE
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"{}",
+        b"\xff",
+        b"[" * 5000,
+        json.dumps({"schema": 2, "layer": LAYER.digest, "data": digest("c"), "runs": [], "recorded_at": 1}).encode(),
+        json.dumps({"schema": 1, "layer": digest("d"), "data": digest("c"), "runs": [], "recorded_at": 1}).encode(),
+        json.dumps({"schema": 1, "layer": LAYER.digest, "data": digest("c"), "runs": 7, "recorded_at": 1}).encode(),
+    ],
+)
+def test_what_is_no_profile_of_the_layer_is_none(content: bytes) -> None:
+    assert decode_profile(content, LAYER) is None
+
+
+def test_runs_are_kept_within_the_blob_and_within_reason() -> None:
+    large = Layer(digest=LAYER.digest, size_bytes=0, meta=LAYER.meta, data=Blob(digest=digest("c"), size_bytes=1 << 40))
+    fields = {"schema": 1, "layer": LAYER.digest, "data": digest("c"), "recorded_at": 1}
+    wild = json.dumps(fields | {"runs": [[-5, 7], [8, 1 << 60], [3, -9], [1, 1]]}).encode()
+    small = decode_profile(wild, LAYER)
+    assert small is not None
+    assert small.chunks == (0, 1, 8, 9)
+    whole = decode_profile(wild, large)
+    assert whole is not None
+    assert len(whole.chunks) == MOST_CHUNKS
+
+
+def test_what_a_start_reads() -> None:
+    files = FaultyFiles()
+    image = Image(name="i", digest=digest("e"), layers=(LAYER,), config=ImageConfig(), created_at=0)
+    assert startup_bytes(files, image) is None
+    files.write(profile_name(LAYER.digest), encode_profile(PROFILE))
+    assert read_profile(files, LAYER) == PROFILE
+    assert startup_bytes(files, image) == 1000 + 4 * CHUNK_BYTES + 5
+
+
+def test_a_recording_ends_by_the_clock() -> None:
+    now = [0.0]
+    done: list[tuple[int, ...]] = []
+    recording = Recording(done.append, seconds=5, clock=lambda: now[0])
+    now[0] = 100
+    assert not recording.tick()
+    recording.saw([7, 8])
+    recording.saw([3, 7])
+    now[0] = 104
+    assert not recording.tick()
+    now[0] = 105
+    assert recording.tick()
+    recording.saw([1])
+    recording.finish()
+    assert done == [(7, 8, 3)]
+
+
+def test_a_recording_of_nothing_is_not_kept() -> None:
+    done: list[tuple[int, ...]] = []
+    Recording(done.append).finish()
+    assert done == []
