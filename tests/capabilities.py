@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from tests import registry
 from tests.shared_store import moosefs
 
 from opendsec.errors import ImageError
@@ -42,7 +43,12 @@ def _image() -> str | None:
     return None
 
 
-_OWN: dict[str, Callable[[], str | None]] = {"native": _native, "image": _image, "moosefs": moosefs.missing}
+_OWN: dict[str, Callable[[], str | None]] = {
+    "native": _native,
+    "image": _image,
+    "moosefs": moosefs.missing,
+    "registry": registry.missing,
+}
 
 
 @functools.cache

@@ -6,6 +6,7 @@ Needs the packages docker-registry and apache2-utils (htpasswd), and skopeo to p
 from __future__ import annotations
 
 import http.client
+import shutil
 import socket
 import subprocess
 import time
@@ -22,6 +23,12 @@ storage: {{filesystem: {{rootdirectory: {root}/data}}, delete: {{enabled: true}}
 http: {{addr: 127.0.0.1:{port}}}
 auth: {{htpasswd: {{realm: test, path: {root}/htpasswd}}}}
 """
+
+
+def missing() -> str | None:
+    """Why there can be no registry here."""
+    absent = [name for name in ("docker-registry", "htpasswd", "skopeo") if shutil.which(name) is None]
+    return f"{', '.join(absent)} is not installed; run scripts/packages" if absent else None
 
 
 @dataclass(frozen=True, kw_only=True)

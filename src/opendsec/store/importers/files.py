@@ -40,7 +40,7 @@ class ImageFiles:
             if current.startswith(("/", "../")) or current in (".", ".."):
                 raise ImageInvalidError(f"{said}: {name[:120]!r} does not lie in the image")
             try:
-                file = os.fdopen(self._descend(current), "rb")
+                fd = self._descend(current)
             except (FileNotFoundError, NotADirectoryError, ValueError) as error:
                 raise ImageInvalidError(f"{said} is missing from the image", detail={"file": name}) from error
             except OSError as error:
@@ -51,10 +51,10 @@ class ImageFiles:
                     ) from error
                 current = target
                 continue
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                file.close()
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                os.close(fd)
                 raise ImageInvalidError(f"{said} is not a regular file", detail={"file": name})
-            return file
+            return os.fdopen(fd, "rb")
         raise ImageInvalidError(f"{said}: too many links on the way to it", detail={"file": name})
 
     def has(self, name: str) -> bool:
