@@ -229,13 +229,14 @@ class ImageStore:
         toolkits: Sequence[str] = (),
         source: str = "",
         replace: bool = False,
+        instead_of: str = "",
     ) -> Image:
         """Make an image visible under a name, whole and at once.
 
         Layers, lowest first, are new files or layers the store has already (ImageInvalidError when it has not).
         Publishing the same content again brings back what is missing of it, and else is no change. A name that means
-        other content is a ConflictError unless `replace`. ImageNotFoundError when a reference with a digest leads to
-        nothing; one without may.
+        other content is a ConflictError unless `replace`; so is one that does not mean the digest `instead_of`, if that
+        is given. ImageNotFoundError when a reference with a digest leads to nothing; one without may.
         """
         check_image_name(name)
         if split_reference(name)[1]:
@@ -259,7 +260,9 @@ class ImageStore:
                     if not self._is_whole(present):
                         self._add_content(work, layers, references, tag.digest)
                     return present
-                if present is not None and not replace:
+                if instead_of and (present is None or present.digest != instead_of):
+                    raise ConflictError(f"image {name!r} has got another meaning meanwhile", detail={"field": "name"})
+                if present is not None and not (replace or instead_of):
                     raise _taken(name, present)
                 self._add_content(work, layers, references, tag.digest)
                 if present is not None:
