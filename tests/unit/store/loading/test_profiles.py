@@ -1,4 +1,4 @@
-"""Profiles are advice: kept as they were recorded, believed in nothing else; a recording ends by itself or when told."""
+"""Profiles are advice: kept as recorded, believed in nothing else; a recording ends by itself or when told."""
 
 from __future__ import annotations
 
