@@ -6,14 +6,21 @@ import hashlib
 import os
 import stat
 from collections import defaultdict
+from collections.abc import Container
 from pathlib import Path
 
 
-def tree_of(root: Path, *, times: bool = True) -> dict[str, tuple[object, ...]]:
-    """Each path below root (and `.`): what lstat(2) says of it, its bytes' digest, attributes, hard links."""
+def tree_of(root: Path, *, times: bool = True, skip: Container[str] = ()) -> dict[str, tuple[object, ...]]:
+    """Each path below root (and `.`): what lstat(2) says of it, its bytes' digest, attributes, hard links.
+
+    `skip`: names in the root that are not looked into.
+    """
     found: dict[str, tuple[object, ...]] = {}
     links: dict[tuple[int, int], list[str]] = defaultdict(list)
-    paths = [root, *(Path(top, name) for top, below, names in os.walk(root) for name in (*below, *names))]
+    tops = [Path(root, name) for name in os.listdir(root) if name not in skip]
+    paths = [root, *tops]
+    for one in tops:
+        paths += (Path(top, name) for top, below, names in os.walk(one) for name in (*below, *names))
     for path in paths:
         status = os.lstat(f"{root}/.") if path == root else os.lstat(path)  # The root may be a descriptor's magic link.
         relative = os.path.relpath(path, root)

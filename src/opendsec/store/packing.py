@@ -21,6 +21,7 @@ import errno
 import os
 import stat
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -99,10 +100,11 @@ def select(tree: Path, scrub: Scrub, below: Below) -> Selection:
 
     Raises ImageInvalidError naming the entry, InvalidSpecError when more is left out one by one than can be, OSError.
     """
-    entries = _walk(tree, scrub)
+    with _long_paths_named(str(tree)):
+        entries = _walk(tree, scrub)
     _settle(entries, str(tree), below)
-    told = [one for one in entries if one.matched and not one.stays and _is_first(one, entries)]
-    back = [one.path for one in told if below.find(one.path) is not None]
+    told = sorted(one.path for one in entries if one.matched and not one.stays and _is_first(one, entries))
+    back = [path for path in told if below.find(path) is not None]
     return Selection(
         facts=_facts(tree, entries),
         changed=any(one.stays and not _is_as_below(one, str(tree), below) for one in entries),
@@ -112,7 +114,7 @@ def select(tree: Path, scrub: Scrub, below: Below) -> Selection:
             [one.path[1:] for one in entries if one.stays],
         ),
         left_out=sum(one.matched and not one.stays for one in entries),
-        left_out_paths=tuple(one.path for one in told[:FIRST_PATHS]),
+        left_out_paths=tuple(told[:FIRST_PATHS]),
         fell_back=len(back),
         fell_back_paths=tuple(back[:FIRST_PATHS]),
     )
@@ -149,7 +151,7 @@ def _walk(tree: Path, scrub: Scrub) -> list[Entry]:
     todo = [(root, -1)]
     while todo:
         directory, parent = todo.pop()
-        for found in _listed(directory, root):
+        for found in _listed(directory):
             path = found.path[len(root) :]
             status = found.stat(follow_symlinks=False)
             entry = Entry(path, status, parent, kept=False, matched=False, opaque=False)
@@ -161,20 +163,26 @@ def _walk(tree: Path, scrub: Scrub) -> list[Entry]:
     return entries
 
 
-def _listed(directory: str, root: str) -> list[os.DirEntry[str]]:
+def _listed(directory: str) -> list[os.DirEntry[str]]:
     """In one order whatever the file system says, so that the same tree gives the same bytes and the same words."""
+    with os.scandir(directory) as found:
+        return sorted(found, key=lambda one: one.name)
+
+
+@contextmanager
+def _long_paths_named(root: str) -> Iterator[None]:
+    """The way to the writable layer is longer than the way inside, and paths have to fit into PATH_MAX (4096 bytes)."""
     try:
-        with os.scandir(directory) as found:
-            return sorted(found, key=lambda one: one.name)
+        yield
     except OSError as error:
-        if error.errno == errno.ENAMETOOLONG:
-            path = directory[len(root) :]
-            raise ImageInvalidError(
-                f"entry {path[:200]!r}…: a path of {len(os.fsencode(path))} bytes is too long to be packed",
-                detail={"entry": path[:200]},
-                remedy="remove it, or shorten its names",
-            ) from error
-        raise
+        if error.errno != errno.ENAMETOOLONG or not isinstance(error.filename, str):
+            raise
+        path = error.filename[len(root) :]
+        raise ImageInvalidError(
+            f"entry {path[:200]!r}…: a path of {len(os.fsencode(path))} bytes is too long to be packed",
+            detail={"entry": path[:200]},
+            remedy="remove it, or shorten its names",
+        ) from error
 
 
 def _check(found: os.DirEntry[str], path: str, entry: Entry) -> None:
