@@ -129,8 +129,9 @@ def _entry(node: _Node, links: dict[int, str]) -> Iterator[bytes]:
     if not stat.S_ISDIR(status.st_mode) and status.st_nlink > 1:
         first = links.setdefault(status.st_ino, node.path)
         if first != node.path:
-            link = tarfile.TarInfo(node.path)
-            link.type, link.linkname, link.mode, link.mtime = tarfile.LNKTYPE, first, 0, 0
+            link = _info(node)  # With all of it: some readers set what the header of a link says.
+            link.type, link.linkname, link.size = tarfile.LNKTYPE, first, 0
+            link.devmajor = link.devminor = 0
             yield _header(link)
             return
     info = _info(node)

@@ -7,6 +7,7 @@ import os
 import socket
 import stat
 import subprocess
+import tarfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -193,6 +194,22 @@ def test_references_are_followed_and_roles_kept(store: ImageStore, image: Image,
     roles = [layer["annotations"]["dev.opendsec.layer.role"] for layer in manifest["layers"]]
     assert roles == ["base", "workspace", "toolkit"]
     assert exported.image.config.env == {**CONFIG.env, "X": "1"}
+
+
+def test_every_name_of_a_file_says_all_of_it(store: ImageStore, image: Image, disk: Path) -> None:
+    """buildah sets mode, owner and time of a file again from the header of each hard link to it."""
+    export_image(store, image.name, parse_target(str(disk / "archive")), compression=Compression.NONE)
+    links = 0
+    with tarfile.open(disk / "archive") as archive:
+        layers = [one for one in archive.getmembers() if one.size > 1 << 20]
+        for layer in layers:
+            with tarfile.open(fileobj=archive.extractfile(layer), errors="surrogateescape") as tar:
+                for link in [one for one in tar if one.islnk()]:
+                    links += 1
+                    first = tar.getmember(link.linkname)
+                    same = ("mode", "uid", "gid", "mtime", "pax_headers")
+                    assert [getattr(link, key) for key in same] == [getattr(first, key) for key in same]
+    assert links >= 3
 
 
 def one_layer(store: ImageStore, tree: Path) -> str:
