@@ -76,7 +76,6 @@ class Guardian:
     pidfd: int = -1
     begun: float = 0.0
     pause_s: float = FIRST_PAUSE_S
-    absent_since: float = 0.0
 
     def keep_all(self) -> None:
         for name in KEEPERS:
@@ -105,21 +104,19 @@ class Guardian:
         if self.pidfd >= 0 and has_ended(self.pidfd):
             self._bury(now)
         if self.pidfd < 0:
-            if now - self.absent_since > self.patience_s:
+            if self.journal.silent_s() > 2 * self.patience_s:
                 self.refuse_all()
             if now - self.begun > self.pause_s:
                 self.start_filling()
         elif now - self.begun > STEADY_S:
-            self.pause_s, self.absent_since = FIRST_PAUSE_S, now
+            self.pause_s = FIRST_PAUSE_S
 
     def _bury(self, now: float) -> None:
         select.select([self.pidfd], [], [])
         log.warning("loader_ended", extra={"fields": {"status": reap(self.pid), "lived_s": round(now - self.begun, 1)}})
         os.close(self.pidfd)
         self.pidfd = -1
-        if now - self.begun > STEADY_S:
-            self.absent_since = now
-        else:
+        if now - self.begun < STEADY_S:
             self.pause_s = min(self.pause_s * 2, LONGEST_PAUSE_S)
 
     def refuse_all(self) -> None:
@@ -127,10 +124,11 @@ class Guardian:
         for number in range(SLOTS):
             fanotify.answer(self.group, fanotify.deny(number))
         self.journal.forget()
-        while select.select([self.group], [], [], 0)[0]:
-            for request in fanotify.parse(os.read(self.group, fanotify.READ_BYTES)):
-                fanotify.answer(self.group, fanotify.deny(request.fd))
-                os.close(request.fd)
+        with contextlib.suppress(BlockingIOError):
+            while True:
+                for request in fanotify.parse(os.read(self.group, fanotify.READ_BYTES)):
+                    fanotify.answer(self.group, fanotify.deny(request.fd))
+                    os.close(request.fd)
 
     def end(self) -> None:
         """Everything, unless somebody needs it."""
@@ -168,7 +166,8 @@ def guard(settings: LoadingSettings, state: Path, run_dir: Path) -> int:
         journal = Journal(place.run / "journal")
         if is_new:
             journal.forget()
-        guardian = Guardian(place, group, journal, settings.patience_s, absent_since=time.monotonic())
+        journal.beat()
+        guardian = Guardian(place, group, journal, settings.patience_s)
         guardian.keep_all()
         guardian.start_filling()
         while True:

@@ -179,6 +179,8 @@ class Front:
     def _read_events(self) -> None:
         try:
             content = os.read(self._group, fanotify.READ_BYTES)
+        except BlockingIOError:
+            return
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise

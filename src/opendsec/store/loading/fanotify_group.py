@@ -99,16 +99,19 @@ def token_of(place: Place) -> str:
         token = (place.run / "group").read_text(encoding="ascii")
     except FileNotFoundError:
         return ""
-    for name in HOLDERS:
-        pidfd = find_holder(place, name)
-        if pidfd is not None:
-            os.close(pidfd)
-            return token
-    return ""
+    return token if any(is_holding(place, name) for name in HOLDERS) else ""
+
+
+def is_holding(place: Place, name: str) -> bool:
+    """Whether that process lives."""
+    pidfd = find_holder(place, name)
+    if pidfd is not None:
+        os.close(pidfd)
+    return pidfd is not None
 
 
 def find_holder(place: Place, name: str) -> int | None:
-    """A pidfd of that process while it lives."""
+    """A pidfd of that process while it lives; the caller closes it."""
     words = _words(place, name)
     return open_process(ProcessIdentity(words[0], words[1])) if words else None
 
