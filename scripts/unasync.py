@@ -21,7 +21,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"\bopendsec\.client\._async\b", "opendsec.client._sync"),
     (r"\bAsyncIterator\b", "Iterator"),
     (r"\bAsyncGenerator\b", "Generator"),
-    (r"\[(bytes|Outcome|FileEvent|Started \| Failed), None\]", r"[\1, None, None]"),
+    (r"\[(bytes|Outcome|FileEvent|TreeEntry|Difference|Started \| Failed), None\]", r"[\1, None, None]"),
     (r"\bStopAsyncIteration\b", "StopIteration"),
     (r"\b__a(enter|exit|iter|next)__\b", r"__\1__"),
     (r"\baclosing\b", "closing"),

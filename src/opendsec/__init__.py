@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from opendsec.client._async.client import Started as Started
     from opendsec.client._async.commands import Commands as Commands
     from opendsec.client._async.files import Files as Files
+    from opendsec.client._async.images import Images as Images
     from opendsec.client._async.process import Process as Process
     from opendsec.client._async.process import ProcessInput as ProcessInput
     from opendsec.client._async.process import ProcessOutput as ProcessOutput
@@ -68,7 +69,12 @@ if TYPE_CHECKING:
     from opendsec.model.file import FileEventKind as FileEventKind
     from opendsec.model.file import FileKind as FileKind
     from opendsec.model.file import FileStat as FileStat
-    from opendsec.model.image import Image as Image
+    from opendsec.model.image import ImagePart as ImagePart
+    from opendsec.model.image_view import Change as Change
+    from opendsec.model.image_view import Difference as Difference
+    from opendsec.model.image_view import ImageDetails as ImageDetails
+    from opendsec.model.image_view import ImageSummary as ImageSummary
+    from opendsec.model.image_view import TreeEntry as TreeEntry
     from opendsec.model.node import SandboxEnd as SandboxEnd
     from opendsec.model.node import SandboxState as SandboxState
     from opendsec.model.node import SandboxStatus as SandboxStatus
@@ -84,6 +90,7 @@ __all__ = [
     "BackendKind",
     "BackendUnavailableError",
     "CapacityError",
+    "Change",
     "CommandError",
     "CommandFailedError",
     "CommandLostError",
@@ -96,6 +103,7 @@ __all__ = [
     "DSecClient",
     "DSecContainerRunArgs",
     "DeadlineError",
+    "Difference",
     "DigestMismatchError",
     "DiskFullError",
     "DownloadedTree",
@@ -110,10 +118,13 @@ __all__ = [
     "Files",
     "ForbiddenError",
     "HostCapabilityError",
-    "Image",
+    "ImageDetails",
     "ImageError",
     "ImageInvalidError",
     "ImageNotFoundError",
+    "ImagePart",
+    "ImageSummary",
+    "Images",
     "InvalidSpecError",
     "Lifetime",
     "NoShellError",
@@ -144,6 +155,7 @@ __all__ = [
     "Started",
     "TransferProgress",
     "TransportError",
+    "TreeEntry",
     "TreeLimits",
     "TreeStatus",
     "UnauthorizedError",
@@ -159,6 +171,7 @@ _PLACES = {
     ),
     "opendsec.client._async.commands": ("Commands",),
     "opendsec.client._async.files": ("Files",),
+    "opendsec.client._async.images": ("Images",),
     "opendsec.client._async.process": (
         "Process",
         "ProcessInput",
@@ -221,7 +234,14 @@ _PLACES = {
         "FileKind",
         "FileStat",
     ),
-    "opendsec.model.image": ("Image",),
+    "opendsec.model.image": ("ImagePart",),
+    "opendsec.model.image_view": (
+        "Change",
+        "Difference",
+        "ImageDetails",
+        "ImageSummary",
+        "TreeEntry",
+    ),
     "opendsec.model.node": (
         "SandboxEnd",
         "SandboxState",

@@ -8,6 +8,7 @@ from __future__ import annotations
 from opendsec.client._sync.client import DSecClient, Failed, Started
 from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
+from opendsec.client._sync.images import Images
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
 from opendsec.client._sync.sandbox import Sandbox
 from opendsec.client.packed import PackedImage
@@ -53,7 +54,8 @@ from opendsec.errors import (
 )
 from opendsec.model.command import CommandResult, CommandStatus, EndReason, PtySize
 from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
-from opendsec.model.image import Image
+from opendsec.model.image import ImagePart
+from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
 from opendsec.wire.contracts import PackEvent, PackResult, TreeStatus
@@ -62,6 +64,7 @@ __all__ = [
     "BackendKind",
     "BackendUnavailableError",
     "CapacityError",
+    "Change",
     "CommandError",
     "CommandFailedError",
     "CommandLostError",
@@ -74,6 +77,7 @@ __all__ = [
     "DSecClient",
     "DSecContainerRunArgs",
     "DeadlineError",
+    "Difference",
     "DigestMismatchError",
     "DiskFullError",
     "DownloadedTree",
@@ -88,10 +92,13 @@ __all__ = [
     "Files",
     "ForbiddenError",
     "HostCapabilityError",
-    "Image",
+    "ImageDetails",
     "ImageError",
     "ImageInvalidError",
     "ImageNotFoundError",
+    "ImagePart",
+    "ImageSummary",
+    "Images",
     "InvalidSpecError",
     "Lifetime",
     "NoShellError",
@@ -122,6 +129,7 @@ __all__ = [
     "Started",
     "TransferProgress",
     "TransportError",
+    "TreeEntry",
     "TreeLimits",
     "TreeStatus",
     "UnauthorizedError",

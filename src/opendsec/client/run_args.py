@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from opendsec.errors import InvalidSpecError
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec, check_spec
 
 
@@ -46,6 +47,8 @@ class DSecContainerRunArgs:
 
     def to_spec(self) -> SandboxSpec:
         """The checked specification. Raises InvalidSpecError or UnsupportedError naming the field."""
+        if isinstance(self.toolkits, str):
+            raise InvalidSpecError("toolkits: is a string, not a list of references", detail={"field": "toolkits"})
         return check_spec(
             SandboxSpec(
                 image=self.container_image,

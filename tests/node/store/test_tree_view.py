@@ -48,6 +48,8 @@ def random_layer(root: Path, chance: random.Random, *, depth: int = 0) -> None:
                 path.symlink_to(chance.choice(["a", "../b", "nowhere"]))
             case "device":
                 os.mknod(path, stat.S_IFCHR | 0o600, os.makedev(1, chance.randrange(1, 4)))
+            case _:
+                pass
 
 
 def seen_by_kernel(root: Path) -> dict[str, tuple[object, ...]]:

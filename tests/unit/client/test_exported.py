@@ -34,7 +34,7 @@ def test_every_error_is_public() -> None:
     assert {cls.__name__ for cls in errors.CODES.values()} <= set(opendsec.__all__)
 
 
-@pytest.mark.parametrize("name", ["DSecClient", "Sandbox", "Commands", "Files", "Process", "ProcessInput"])
+@pytest.mark.parametrize("name", ["DSecClient", "Sandbox", "Commands", "Files", "Images", "Process", "ProcessInput"])
 def test_every_public_method_is_documented_and_has_a_twin(name: str) -> None:
     text = REFERENCE.read_text(encoding="utf-8")
     for method, member in inspect.getmembers(getattr(opendsec, name)):

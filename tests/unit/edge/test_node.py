@@ -27,7 +27,6 @@ from opendsec.errors import (
     CapacityError,
     ConflictError,
     DiskFullError,
-    ImageInvalidError,
     InvalidSpecError,
     NotFoundError,
     SandboxExitedError,
@@ -38,7 +37,6 @@ from opendsec.errors import (
 from opendsec.guest.base import Guest
 from opendsec.model.command import EndReason, ExecRequest, PtySize
 from opendsec.model.ids import new_sandbox_id
-from opendsec.model.image import Image
 from opendsec.model.node import SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
 

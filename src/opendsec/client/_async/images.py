@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 
 from opendsec.client._async.lines import read_lines
 from opendsec.client._async.transport import Body, Query, Transport, decode_answer, target
@@ -42,9 +42,10 @@ class Images:
         query = {"image": check_image_name(image)}
         return await self._transport.call("GET", target("images", "inspect", query=query), ImageDetails)
 
-    async def tree(self, image: str, path: str = "/", *, depth: int | None = None) -> AsyncIterator[TreeEntry]:
+    async def tree(self, image: str, path: str = "/", *, depth: int | None = None) -> AsyncGenerator[TreeEntry, None]:
         """What a sandbox that was just started would see at `path` and below, without starting one; directories before
-        what is in them. `depth` 0 is the path alone, None all. Symbolic links are not followed.
+        what is in them. `depth` 0 is the path alone, None all. Symbolic links are not followed. Close the iterator
+        (`contextlib.aclosing`) when you leave it early.
 
         Raises NotFoundError for a path that is not there. An answer that is cut raises TransportError.
         """
@@ -59,7 +60,7 @@ class Images:
         finally:
             await body.aclose()
 
-    async def diff(self, before: str, after: str, *, times: bool = True) -> AsyncIterator[Difference]:
+    async def diff(self, before: str, after: str, *, times: bool = True) -> AsyncGenerator[Difference, None]:
         """Every path at which two images differ: bytes, kinds, modes, owners, attributes, times. `times=False`: other
         times alone are no difference.
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 
 from opendsec.client._sync.lines import read_lines
 from opendsec.client._sync.transport import Body, Query, Transport, decode_answer, target
@@ -42,9 +42,10 @@ class Images:
         query = {"image": check_image_name(image)}
         return self._transport.call("GET", target("images", "inspect", query=query), ImageDetails)
 
-    def tree(self, image: str, path: str = "/", *, depth: int | None = None) -> Iterator[TreeEntry]:
+    def tree(self, image: str, path: str = "/", *, depth: int | None = None) -> Generator[TreeEntry, None, None]:
         """What a sandbox that was just started would see at `path` and below, without starting one; directories before
-        what is in them. `depth` 0 is the path alone, None all. Symbolic links are not followed.
+        what is in them. `depth` 0 is the path alone, None all. Symbolic links are not followed. Close the iterator
+        (`contextlib.closing`) when you leave it early.
 
         Raises NotFoundError for a path that is not there. An answer that is cut raises TransportError.
         """
@@ -57,7 +58,7 @@ class Images:
         finally:
             body.close()
 
-    def diff(self, before: str, after: str, *, times: bool = True) -> Iterator[Difference]:
+    def diff(self, before: str, after: str, *, times: bool = True) -> Generator[Difference, None, None]:
         """Every path at which two images differ: bytes, kinds, modes, owners, attributes, times. `times=False`: other
         times alone are no difference.
 
