@@ -31,7 +31,7 @@ class PackRoutes:
         sandbox = self._node.get(sandbox_id, project=project_of(scope))
         request = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), PackRequest)
         if self._packing is None:
-            raise errors.UnsupportedError("this edge has no image store to pack into")
+            raise errors.UnsupportedError("this edge has no image store that it can write to")
         pack = self._packing.begin(sandbox, request, key=key_of(scope))
         await send_stream(receive, send, ndjson(_events(pack, request_id(scope))), media_type=NDJSON_MEDIA_TYPE)
 

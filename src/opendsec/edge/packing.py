@@ -18,7 +18,7 @@ import logging
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -27,12 +27,12 @@ from opendsec.backends.base import Changes, Handle
 from opendsec.edge import lifecycle
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import SandboxId, check_image_name
-from opendsec.model.image import Image
+from opendsec.model.image import Image, Layer
 from opendsec.model.node import SandboxState
 from opendsec.store.below import Below
 from opendsec.store.compose import pinned, split_reference
-from opendsec.store.images import ImageStore
-from opendsec.store.packing import Selection, homes_in, pack_layer, select
+from opendsec.store.images import ImageStore, StagedLayer
+from opendsec.store.packing import Selection, homes_in, on_top, pack_layer, select
 from opendsec.store.progress import Progress
 from opendsec.store.scrub import Scrub, check_patterns
 from opendsec.wire import codec
@@ -221,10 +221,13 @@ class Packing:
                 on_progress=pack.tell,
                 on_read=on_read,
             )
+            whole: Sequence[Layer | StagedLayer] = [layer]
+            if not request.alone:
+                whole = on_top(self._store, work, image, changes.lower, layer, on_progress=pack.tell)
             pack.tell(Progress(phase="publishing"))
             made = self._store.publish(
                 request.name,
-                layers=[*(() if request.alone else image.layers), layer],
+                layers=whole,
                 config=image.config,
                 source=_source_text(pack.sandbox),
                 replace=request.replace,

@@ -20,18 +20,20 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import ImageInvalidError
-from opendsec.model.image import LayerRole
+from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.below import OPAQUE, OVERLAY, Below, attributes, is_whiteout
 from opendsec.store.erofs import NAME_BYTES, TreeFacts
 from opendsec.store.exclusion import Exclusion, exclude
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layers import make_layer
+from opendsec.store.merge import merged
+from opendsec.store.mounts import open_erofs
 from opendsec.store.progress import OnProgress, quietly
 from opendsec.store.scrub import LOOK_INTO_BYTES, Scrub, Verdict, homes_of
 
@@ -142,6 +144,29 @@ def pack_layer(
         on_progress=on_progress,
         on_read=on_read,
     )
+
+
+def on_top(
+    store: ImageStore,
+    work: Path,
+    image: Image,
+    below: Sequence[int],
+    layer: StagedLayer,
+    *,
+    on_progress: OnProgress = quietly,
+) -> list[Layer | StagedLayer]:
+    """The layers of an image with a new one on top, merged when the chain has become long (`opendsec.store.merge`).
+
+    `below`: descriptors of the image's own layers, topmost first. Raises what `merged` does.
+    """
+    places = dict(zip((one.digest for one in reversed(image.layers)), below, strict=True))
+
+    def open_layer(one: Layer | StagedLayer) -> int:
+        if isinstance(one, StagedLayer):
+            return open_erofs(one.meta.resolve(), data=one.data.resolve() if one.data is not None else None)
+        return os.dup(places[one.digest])
+
+    return merged(store, work, [*image.layers, layer], open_layer, on_progress=on_progress)
 
 
 def _walk(tree: Path, scrub: Scrub) -> list[Entry]:

@@ -17,6 +17,7 @@ from tests.tree_facts import difference
 from opendsec.model.image import Image, ImageConfig, LayerRole
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
+from opendsec.store.merge import MOST
 
 pytestmark = [
     pytest.mark.anyio,
@@ -321,3 +322,33 @@ def test_no_sandbox_of_these_is_left_frozen(containers_process: EdgeProcess) -> 
         if containers_process.cgroup in str(file) and file.read_text(encoding="ascii") == "1\n"
     ]
     assert frozen == []
+
+
+def long_chain(edge: EdgeProcess, count: int) -> Image:
+    """An image of that many layers, each of which changes what the one below has."""
+    store = ImageStore(store_of(edge))
+    base = store.get("busybox")
+    with store.staging() as work:
+        layers = []
+        for number in range(count - len(base.layers)):
+            tree = work / f"tree-{number}"
+            (tree / "data").mkdir(parents=True)
+            (tree / "data/same").write_text(f"{number}\n", encoding="ascii")
+            (tree / f"data/of-{number}").write_text("x" * number, encoding="ascii")
+            if number:
+                os.mknod(tree / f"data/of-{number - 1}", stat.S_IFCHR, os.makedev(0, 0))
+            layers.append(make_layer(store, work, tree, name=f"layer-{number}", role=LayerRole.WORKSPACE))
+        return store.publish("long", layers=[*base.layers, *layers], config=base.config)
+
+
+async def test_a_chain_does_not_grow_for_ever(shared_containers: EdgeProcess) -> None:
+    edge = shared_containers
+    image = long_chain(edge, MOST)
+    source = await edge.create(image=f"long@{image.digest}", **SPEC)
+    for number in range(3):
+        await ok(edge, source, f"rm /data/of-*; echo {number} > /data/of-pack-{number}; rm -rf /app; mkdir /app")
+        before = view_of(edge, source)
+        made = await pack(edge, source, f"longer-{number}")
+        assert len(ImageStore(store_of(edge)).get(f"longer-{number}").layers) <= MOST
+        source = await edge.create(image=made["image"], **SPEC)
+        assert difference(before, view_of(edge, source)) == ""
