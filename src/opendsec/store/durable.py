@@ -17,7 +17,7 @@ from pathlib import Path
 
 from opendsec.errors import DiskFullError
 
-_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_LINKS = frozenset({errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK})
 """How file systems say that they have no hard links, or no more for this file."""
 
@@ -28,7 +28,7 @@ def disk_full_named(place: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno in _FULL:
+        if error.errno in FULL:
             raise disk_full(place) from error
         raise
 

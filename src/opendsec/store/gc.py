@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import ConflictError, ImageInvalidError
-from opendsec.store.durable import disk_full_named, rename_onto, write_synced
+from opendsec.store.durable import FULL, disk_full_named, rename_onto, write_synced
 from opendsec.store.images import ImageStore
 from opendsec.store.layout import CONTENT, MANIFESTS, Layout, digest_of_file, is_content
 from opendsec.store.leases import LEASE_S, Lease, read_leases
@@ -147,8 +147,8 @@ class _Collection:
         victims = sorted(due, key=lambda file: (CONTENT.index(file.rpartition("/")[0]), file))
         waiting = {file: at for file, at in since.items() if file not in due}
         if not dry_run:
-            self._remember(waiting)
             victims = self._sweep(victims)
+            self._remember(waiting)  # after that: on a full disk there is room now
             self._tidy()
         sizes = facts.content
         kept = [file for file in sizes if file in facts.needed]
@@ -230,27 +230,42 @@ class _Collection:
 
     def _sweep(self, victims: Sequence[str]) -> list[str]:
         deleted: list[str] = []
-        for start in range(0, len(victims), _BATCH):
-            self._on_progress(Progress(phase="deleting", done=start, total=len(victims)))
-            moved = self._condemn(victims[start : start + _BATCH])
+        done = 0
+        while done < len(victims):
+            self._on_progress(Progress(phase="deleting", done=done, total=len(victims)))
+            looked_at, moved = self._condemn(victims[done : done + _BATCH])
             for file in moved:
                 self._layout.condemned_file(file).unlink()
             deleted += moved
+            done += looked_at
         return deleted
 
-    def _condemn(self, batch: Sequence[str]) -> list[str]:
-        """Move a batch away, but for what is claimed or leased by now; what was moved."""
+    def _condemn(self, batch: Sequence[str]) -> tuple[int, list[str]]:
+        """Move a batch away, but for what is claimed or leased by now; how many were looked at, and what was moved."""
         with locked(self._layout.lock):
-            held = self._claimed(self._new_claims()) | self._leased()
-            moved = [file for file in batch if file not in held and _move_away(self._layout, file)]
-            held = self._claimed(self._new_claims()) | self._leased()
+            held = self._held()
+            moved: list[str] = []
+            looked_at = 0
+            for file in batch:
+                try:
+                    if file not in held and _move_away(self._layout, file):
+                        moved.append(file)
+                except OSError as error:
+                    if error.errno not in FULL or not moved:
+                        raise
+                    break  # not even room for a longer directory: there is, once these are deleted
+                looked_at += 1
+            held = self._held()
             for file in moved:
                 if file in held:
                     _put_back(self._layout, file)
-        return [file for file in moved if file not in held]
+        return looked_at, [file for file in moved if file not in held]
+
+    def _held(self) -> set[str]:
+        return self._claimed(self._new_claims()) | self._leased()
 
     def _remember(self, waiting: Mapping[str, float]) -> None:
-        """On the disk before anything is deleted."""
+        """If this cannot be written, or is lost, grace periods of what has no other record begin anew."""
         content = json.dumps({"schema": 1, "since": waiting}).encode("ascii")
         with disk_full_named(self._store.root), self._store.staging() as work:
             write_synced(work / "unreferenced", content, mode=0o644)

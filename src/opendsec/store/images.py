@@ -30,7 +30,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
+from opendsec.errors import ConflictError, DiskFullError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
 from opendsec.store.chunks import make_table, table_digest
@@ -156,7 +156,8 @@ class ImageStore:
         with locked(self._lock_file):
             image = self._removable(name)
             if image.digest:
-                self._note_removal(image.digest)
+                with contextlib.suppress(DiskFullError):  # only the grace period will be longer
+                    self._note_removal(image.digest)
             self.layout.tag(name).unlink()
             sync_directory(self.layout.tags)
         return image
@@ -356,11 +357,13 @@ class ImageStore:
             raise _taken(name, self.get(name))
 
     def _note_removal(self, digest: str) -> None:
-        fd = os.open(self.layout.removal(digest), os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o644)
-        try:
-            os.utime(fd)
-        finally:
-            os.close(fd)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        with disk_full_named(self.root):
+            fd = os.open(self.layout.removal(digest), flags, 0o644)
+            try:
+                os.utime(fd)
+            finally:
+                os.close(fd)
 
     def _check_unneeded(self, name: str) -> None:
         others = self.needed_by(name)

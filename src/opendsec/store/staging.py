@@ -1,8 +1,8 @@
 """A private directory inside the store in which an image is put together, gone afterwards whatever happens.
 
 It lies on the store's own file system, because only there can a finished file be given its final name in one step.
-Beside each `<token>/` lies `<token>.lock`: its owner holds flock(2) on it, writes there which kernel it runs on, and
-touches it every minute. So leftovers are recognised without process ids:
+Beside each `<token>/` lies `<token>.lock`: its owner holds flock(2) on it and touches it every minute; the token begins
+with the kernel the owner runs on. So leftovers are recognised without process ids:
 
 * on the owner's own kernel by the lock alone, which that kernel drops when the owner dies;
 * on any other node by the lock and by silence: file systems exist whose locks end at the node, and there a lock
@@ -48,8 +48,8 @@ def locked(lock_file: Path, *, wait: bool = True) -> Iterator[None]:
 
 
 def kernel_id() -> str:
-    """Names this kernel since it was booted: locks are certain among processes of one kernel only."""
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    """Names this kernel since it was booted, 16 hex digits: locks are certain among processes of one kernel only."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").replace("-", "")[:16]
 
 
 def file_system_time(file: Path) -> float:
@@ -95,13 +95,12 @@ def beating(file: Path, *, every_s: float = BEAT_S) -> Iterator[None]:
 @contextmanager
 def staged(parent: Path, lock_file: Path) -> Iterator[Path]:
     """A fresh directory (mode 0700) below `parent`, removed on leaving. ENOSPC in the body becomes DiskFullError."""
-    path = parent / secrets.token_hex(8)
+    path = parent / f"{kernel_id()}-{secrets.token_hex(8)}"
     own_lock = path.with_name(f"{path.name}{_SUFFIX}")
     with disk_full_named(parent), locked(lock_file):
         fd = os.open(own_lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             _flock(fd, own_lock, wait=True)
-            os.write(fd, kernel_id().encode("ascii"))
             path.mkdir(mode=0o700)
         except BaseException:
             own_lock.unlink(missing_ok=True)
@@ -136,7 +135,7 @@ def _reap(path: Path, now: float) -> bool:
         return _reap_without_lock(path, now)
     try:
         _flock(fd, own_lock, wait=False)
-        ours = os.pread(fd, 64, 0) == kernel_id().encode("ascii")
+        ours = path.name.startswith(f"{kernel_id()}-")
         if not ours and now - os.fstat(fd).st_mtime < SILENT_S:
             return False
         remove_tree(path)

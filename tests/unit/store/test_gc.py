@@ -270,7 +270,7 @@ def test_what_a_killed_collection_had_moved_away_comes_back(store: ImageStore, m
 
     real = gc._Collection._condemn
 
-    def die(run: gc._Collection, batch: Sequence[str]) -> list[str]:
+    def die(run: gc._Collection, batch: Sequence[str]) -> tuple[int, list[str]]:
         real(run, batch)
         raise KeyboardInterrupt
 

@@ -57,8 +57,8 @@ def test_another_nodes_is_only_reaped_after_long_silence(parent: Path, monkeypat
     """Locks that end at the node look free from here."""
     with staged(parent, parent.parent / "lock") as work:
         lock = work.with_name(f"{work.name}.lock")
-        lock.write_text("the kernel of another node")
         monkeypatch.setattr(staging, "_flock", lambda *_arguments, **_more: None)
+        monkeypatch.setattr(staging, "kernel_id", lambda: "0" * 16)
         assert reap(parent) == 0
         assert work.exists()
         now = file_system_time(parent.parent / "clock")
@@ -76,7 +76,7 @@ def test_what_an_older_version_left_goes_by_its_age(parent: Path) -> None:
 
 
 def test_a_lock_without_its_directory_goes(parent: Path) -> None:
-    (parent / "0123456789abcdef.lock").write_text(staging.kernel_id())
+    (parent / f"{staging.kernel_id()}-0123456789abcdef.lock").touch()
     (parent / ".nfs000123").touch()
     assert reap(parent) == 1
     assert names(parent) == {".nfs000123"}
