@@ -188,9 +188,9 @@ async def copy_context(sandbox: Sandbox, step: Copy, inputs: Inputs, where: str)
         first = source.entries[0]
         if step.unpack and not source.is_directory and await async_blocking(is_archive, first.where):
             found = await async_blocking(archive_items, first.where, changes)
-            items += [*target.made(changes, {}), *(_below(item, target.inside) for item in found)]
+            items += [*target.made(changes), *(_below(item, target.inside) for item in found)]
         elif source.is_directory:
-            items += target.made(changes, {"mode": first.status.st_mode & 0o7777, "mtime_ns": first.status.st_mtime_ns})
+            items += target.made(changes)
             items += context_items(source, target.inside, changes, inputs.files, with_itself=False)
         else:
             items += target.parents(changes)
@@ -208,9 +208,8 @@ async def copy_image(sandbox: Sandbox, other: Sandbox, step: Copy, where: str) -
     target = await _Target.of(sandbox, step, count=len(names), where=where)
     plan: list[tuple[list[Item], str, str]] = []
     for name in names:
-        root = await _directory(other, name)
-        if root is not None:
-            plan.append((target.made(changes, root), target.inside, name))
+        if await _is_directory(other, name):
+            plan.append((target.made(changes), target.inside, name))
         else:
             plan.append((target.parents(changes), target.name_for(posixpath.basename(name)), name))
 
@@ -222,7 +221,7 @@ async def copy_image(sandbox: Sandbox, other: Sandbox, step: Copy, where: str) -
             async with aclosing(other.files.read_tree(name)) as chunks:
                 async for piece in relay.run(chunks):
                     yield piece
-            if not relay.entries and await _directory(other, name) is None:
+            if not relay.entries and not await _is_directory(other, name):
                 raise InvalidSpecError(f"{where}: {name!r} is neither a file, a directory nor a link")
         yield END
 
@@ -276,14 +275,10 @@ class _Target:
         names = [*self.missing, *([self.last] if self.is_directory and self.last else [])]
         return _directories(names, changes.owner or Owner())
 
-    def made(self, changes: Changes, facts: Mapping[str, int]) -> list[Item]:
-        """The target as a directory; when it has to be made, it is like the one that is copied."""
-        items = _directories(self.missing, changes.owner or Owner())
-        if self.last:
-            owner = changes.owner or Owner(uid=facts.get("uid", 0), gid=facts.get("gid", 0))
-            mode = facts.get("mode", 0o755) if changes.mode is None else changes.mode
-            items.append(directory_item(self.last, owner, mode=mode, mtime_ns=facts.get("mtime_ns", time.time_ns())))
-        return items
+    def made(self, changes: Changes) -> list[Item]:
+        """The target as a directory. When it has to be made, it is like any other, whatever is copied into it."""
+        names = [*self.missing, *([self.last] if self.last else [])]
+        return _directories(names, changes.owner or Owner())
 
 
 def _directories(names: tuple[str, ...] | list[str], owner: Owner) -> list[Item]:
@@ -308,20 +303,15 @@ async def _text(sandbox: Sandbox, path: str) -> str:
         raise
 
 
-async def _directory(sandbox: Sandbox, path: str) -> dict[str, int] | None:
-    """Facts of a directory, links followed; None when there is none."""
+async def _is_directory(sandbox: Sandbox, path: str) -> bool:
+    """Links followed."""
     try:
-        found = await sandbox.files.stat(f"{path.rstrip('/')}/.")
+        await sandbox.files.stat(f"{path.rstrip('/')}/.")
     except FileError as error:
         if error.detail.get("errno") in {"ENOENT", "ENOTDIR", "ELOOP"}:
-            return None
+            return False
         raise
-    return {
-        "mode": found.mode & 0o7777,
-        "uid": found.uid,
-        "gid": found.gid,
-        "mtime_ns": round(found.mtime_s * 10**9),
-    }
+    return True
 
 
 async def _reachable(sandbox: Sandbox, path: str) -> tuple[str, tuple[str, ...]]:
@@ -329,7 +319,7 @@ async def _reachable(sandbox: Sandbox, path: str) -> tuple[str, tuple[str, ...]]
     parts = [part for part in path.split("/") if part]
     for depth in range(len(parts), -1, -1):
         root = "/" + "/".join(parts[:depth])
-        if await _directory(sandbox, root) is not None:
+        if await _is_directory(sandbox, root):
             below = parts[depth:]
             return root, tuple("/".join(below[: count + 1]) for count in range(len(below)))
     return "/", tuple(parts)
@@ -345,7 +335,7 @@ async def _named(sandbox: Sandbox, pattern: str, where: str) -> list[str]:
             continue
         below: list[str] = []
         for name in names:
-            if await _directory(sandbox, name or "/") is not None:
+            if await _is_directory(sandbox, name or "/"):
                 there = [posixpath.basename(one.path) for one in await sandbox.files.list(name or "/")]
                 below += [f"{name}/{one}" for one in names_matching(part, there)]
         names = below
