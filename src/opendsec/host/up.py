@@ -10,7 +10,7 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
@@ -33,6 +33,7 @@ from opendsec.server.runner import Address, run
 from opendsec.wire import codec
 
 LOG_TAIL_LINES = 20
+SHOWN_IMAGES = 10
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")]
 
@@ -229,7 +230,7 @@ def _show_ready(local: Local, report: Mapping[str, Any], *, as_json: bool) -> No
         _print_json({"api_url": local.api_url, "edge": local.edge, "node": report})
         return
     usable = sorted(name for name, backend in report["backends"].items() if backend["available"])
-    images = ", ".join(report["images"]) or "none yet (`opendsec image build-debian debian`)"
+    images = _named(report["images"], report.get("image_count", 0)) or "none yet (`opendsec image build-debian debian`)"
     what = f"edge {local.edge}, backends {', '.join(usable)}, images {images}"
     print(f"OpenDSec is ready: {local.api_url}, {what}", flush=True)
 
@@ -260,9 +261,13 @@ def _print_status(local: Local, pids: Mapping[str, int | None], report: NodeRepo
     print(f"sandboxes   {report.live} live, {report.creating} being created")
     for kind, backend in sorted(report.backends.items()):
         print(f"{kind:<11} {'available' if backend.available else '; '.join(map(str, backend.reasons))}")
-    more = report.image_count - len(report.images)
-    names = [*report.images, *([f"and {more} more"] if more > 0 else [])]
-    print(f"images      {', '.join(names) or 'none'}")
+    print(f"images      {_named(report.images, report.image_count) or 'none'}")
+
+
+def _named(images: Sequence[str], count: int) -> str:
+    """The first few names, and how many more there are."""
+    shown = list(images[:SHOWN_IMAGES])
+    return ", ".join([*shown, *([f"and {count - len(shown)} more"] if count > len(shown) else [])])
 
 
 def _print_json(value: object) -> None:
