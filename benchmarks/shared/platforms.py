@@ -103,7 +103,7 @@ def started(options: argparse.Namespace, **settings: str) -> Iterator[Platform]:
     with ExitStack() as stack:
         name = f"opendsec-bench-{os.getpid()}-edge"
         state, run = stack.enter_context(_folder("/var/lib")), stack.enter_context(_folder(_tmpfs()))
-        groups = stack.enter_context(_groups(name))
+        groups = stack.enter_context(groups_of(name))
         image = _choose_image(options, state)
         local = Local(state_dir=state, run_dir=run, listen=f"127.0.0.1:{_free_port()}")
         environment = local.environment({**os.environ, "OPENDSEC_EDGE_CGROUP": name, **settings})
@@ -160,7 +160,7 @@ def _remove(folder: Path) -> None:
 
 
 @contextmanager
-def _groups(name: str) -> Iterator[tuple[Path, ...]]:
+def groups_of(name: str) -> Iterator[tuple[Path, ...]]:
     """This process in a group of its own, which its children inherit; the sandboxes' group is its sibling."""
     unified = find_mounts().unified
     if unified is None:
