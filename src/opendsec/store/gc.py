@@ -23,7 +23,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.errors import ConflictError, ImageInvalidError
+from opendsec.errors import ConflictError, DiskFullError, ImageInvalidError
 from opendsec.store.durable import FULL, disk_full_named, rename_onto, write_synced
 from opendsec.store.images import ImageStore
 from opendsec.store.layout import CONTENT, MANIFESTS, Layout, digest_of_file, is_content
@@ -265,9 +265,11 @@ class _Collection:
         return self._claimed(self._new_claims()) | self._leased()
 
     def _remember(self, waiting: Mapping[str, float]) -> None:
-        """If this cannot be written, or is lost, grace periods of what has no other record begin anew."""
+        """If this is lost, or the disk too full for it, grace periods of what has no other record begin anew."""
+        if waiting == _read_seen(self._layout):
+            return
         content = json.dumps({"schema": 1, "since": waiting}).encode("ascii")
-        with disk_full_named(self._store.root), self._store.staging() as work:
+        with suppress(DiskFullError), disk_full_named(self._store.root), self._store.staging() as work:
             write_synced(work / "unreferenced", content, mode=0o644)
             rename_onto(work / "unreferenced", self._layout.unreferenced)
 

@@ -22,6 +22,7 @@ from opendsec.linux.mount import mountinfo
 from opendsec.model.image import Image, ImageConfig, Layer
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
+from opendsec.store.leases import Leases
 from opendsec.store.loading.base import LayerFiles
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts, mounted_at
@@ -220,3 +221,32 @@ def test_a_slow_layer_holds_up_nobody_else_and_ends_in_an_error(store: ImageStor
         finally:
             loader.go_on.set()
             mounts.unmount_all()
+
+
+def test_what_is_mounted_with_a_lease_outlives_its_name_until_it_is_unmounted(
+    store: ImageStore, tmp_path: Path
+) -> None:
+    image = make_busybox_image(store, files={"/kept": b"kept"})
+    root = tmp_path / "leased"
+    with LayerMounts(direct(store), root, leases=Leases(store.layout, root)) as mounts:
+        mounts.acquire(image)
+        store.remove("busybox")
+        assert len(collect(store, grace_s=0).files) == 1  # the manifest
+    # Another process of the node adopts the mount, and its lease.
+    with LayerMounts(direct(store), root, leases=Leases(store.layout, root)) as mounts:
+        assert len(collect(store, grace_s=0).files) == 0
+        again = store.publish("packed", layers=image.layers, config=image.config)
+        assert again.layers == image.layers
+        store.remove("packed")
+        assert mounts.unmount_all() == 1
+    assert len(collect(store, grace_s=0).files) == 4
+    assert not list(store.layout.nodes.iterdir())
+
+
+def test_a_lease_on_what_was_never_mounted_goes_when_the_node_comes_back(store: ImageStore, tmp_path: Path) -> None:
+    [layer] = make_busybox_image(store).layers
+    root = tmp_path / "leased"
+    Leases(store.layout, root).take(layer)  # and killed before it was mounted
+    with LayerMounts(direct(store), root, leases=Leases(store.layout, root)):
+        store.remove("busybox")
+        assert len(collect(store, grace_s=0).files) == 4
