@@ -2,7 +2,7 @@
 
     Dockerfile or template → plan → for each step: its key → an image of that key? → else sandbox → step → pack → image
 
-Images of steps are named `build-cache/<key>` in the platform's store, so any builder of the platform finds them, and
+Images of steps are named BUILD_CACHE with the key in the platform's store, so any builder of the platform finds them, and
 removing them costs nothing but time. The image that was asked for gets its name at the very end, in one go: a build
 that fails or dies leaves steps that the next build takes up, and never half an image.
 """
@@ -25,13 +25,11 @@ from opendsec.build.template import Template
 from opendsec.client._async.client import DSecClient
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client.concurrency import async_blocking
-from opendsec.errors import ImageNotFoundError, InvalidSpecError
+from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.ids import check_image_name
+from opendsec.model.image import BUILD_CACHE as CACHE
 from opendsec.model.image import LayerRole
 from opendsec.model.image_view import ImageDetails
-
-CACHE = "build-cache/"
-"""Names of images of steps begin so."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -185,7 +183,7 @@ class _Builder:
     async def _known(self, key: str) -> str | None:
         try:
             found = await self.client.images.inspect(f"{CACHE}{key}")
-        except ImageNotFoundError:
+        except (ImageNotFoundError, ImageInvalidError):  # A damaged one is made anew, under the same name.
             return None
         return f"{found.name}@{found.digest}"
 

@@ -15,6 +15,7 @@ from opendsec.cli import options
 from opendsec.cli.image_group import Images, app, with_images
 from opendsec.cli.output import Json, note, print_json, print_line, print_table, size, when
 from opendsec.model.file import FileKind
+from opendsec.model.image import BUILD_CACHE
 from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
 
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A name, or name@sha256:… for what it meant once.")]
@@ -37,12 +38,14 @@ _SIGNS = {Change.ADDED: "A", Change.CHANGED: "M", Change.REMOVED: "D"}
 def list_images(
     context: typer.Context,
     prefix: Annotated[str, typer.Argument(metavar="PREFIX", help="Only names that begin so.")] = "",
+    everything: Annotated[bool, typer.Option("--all", "-a", help="Also steps of builds.")] = False,
     as_json: Json = False,
 ) -> None:
     """List images. SHARED are the bytes that other images are started with as well."""
 
     async def main(images: Images) -> int:
-        found = [summary async for summary in images.list(prefix=prefix)]
+        steps_too = everything or prefix.startswith(BUILD_CACHE)
+        found = [one async for one in images.list(prefix=prefix) if steps_too or not one.name.startswith(BUILD_CACHE)]
         if as_json:
             print_json(found)
         else:

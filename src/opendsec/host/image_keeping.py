@@ -11,6 +11,7 @@ import typer
 from opendsec.cli.output import Json, note, print_json, print_line, size
 from opendsec.errors import InvalidSpecError
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
+from opendsec.store.build_steps import forget_build_steps
 from opendsec.store.fsck import Checked, check
 from opendsec.store.gc import Collected, collect
 from opendsec.store.portability import probe_directory
@@ -23,13 +24,22 @@ _SPAN = re.compile(r"([0-9]+)([smhd]?)\Z")
 def collect_garbage(
     grace: Annotated[str, typer.Option(help="Keep what has been unneeded for less: 90s, 30m, 1h, 2d.")] = "1h",
     lease: Annotated[str, typer.Option(help="Count a node as dead after so much silence.")] = "1d",
+    build_steps: Annotated[
+        str,
+        typer.Option("--build-steps", metavar="AGE", help="First forget steps of builds made longer ago than this."),
+    ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     as_json: Json = False,
 ) -> None:
     """Delete what no image needs, no node has mounted, and nobody has just published."""
     with errors_shown(as_json), progress_shown("collecting") as on_progress:
+        store = open_store()
+        age_s = seconds(build_steps, field="build-steps") if build_steps else None
+        steps = () if age_s is None else forget_build_steps(store, older_s=age_s, dry_run=dry_run)
+        for name in steps:
+            note(f"{'would forget' if dry_run else 'forgot'} {name}")
         done = collect(
-            open_store(),
+            store,
             grace_s=seconds(grace, field="grace"),
             lease_s=seconds(lease, field="lease"),
             dry_run=dry_run,

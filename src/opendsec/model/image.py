@@ -7,6 +7,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 
+BUILD_CACHE = "build-cache/"
+"""Names that begin so are of steps of builds (`opendsec.build`): removing them costs time, and nothing else."""
+
+
 class LayerRole(StrEnum):
     """What a layer is for."""
 
