@@ -197,6 +197,7 @@ class Daemon:
         self._local.close()
 
     def _serve(self, layer: Layer, data: Blob, file: File) -> Served:
+        profile = self._engine.ahead.submit(self._profile, layer) if self._record else None
         table = self._table(data)
         cached = self._cache.open(data, table, evictable=not self._kernel_reads_cache)
         holder: list[Served] = []
@@ -210,9 +211,9 @@ class Daemon:
         )
         served = Served(layer=layer, file=file, reader=reader)
         holder.append(served)
-        if self._record:
+        if profile is not None:
             served.recording = Recording(lambda chunks: self._keep_profile(served, chunks))
-            served.loading = [self._engine.ahead.submit(self._load_profile, served)]
+            served.loading = [self._engine.ahead.submit(self._load_profile, served, profile)]
         return served
 
     def _table(self, data: Blob) -> bytes:
@@ -230,9 +231,9 @@ class Daemon:
                 log.warning("table_not_kept", extra={"fields": {"data": data.digest, "why": str(error)}})
         return table
 
-    def _load_profile(self, served: Served) -> None:
+    def _load_profile(self, served: Served, looking: Future[Profile | None]) -> None:
         """Runs in the background, so that nobody waits for a profile."""
-        profile = self._profile(served.layer)
+        profile = looking.result()
         if profile is not None:
             served.recording = None
             served.loading += served.reader.load(profile.chunks)

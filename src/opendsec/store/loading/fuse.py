@@ -14,6 +14,7 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import msgspec
@@ -61,10 +62,12 @@ class FuseLoader(Loader):
             return self._token
 
     def attach(self, layer: Layer) -> LayerFiles:
-        meta = fetched_metadata(self._source, layer.mounted, self._copies)
         if layer.data is None:
-            return LayerFiles(meta=meta)
-        generation = self._attached(layer)
+            return LayerFiles(meta=fetched_metadata(self._source, layer.mounted, self._copies))
+        with ThreadPoolExecutor(1) as pool:  # what a start reads is on its way while metadata still is
+            attaching = pool.submit(self._attached, layer)
+            meta = fetched_metadata(self._source, layer.mounted, self._copies)
+            generation = attaching.result()
         return LayerFiles(meta=meta, data=self._run_dir / DATA / hex_of(layer.data.digest), generation=generation)
 
     def detach(self, layer: Layer) -> None:
