@@ -33,7 +33,7 @@ def tree_of(root: Path, *, times: bool = True, skip: Container[str] = ()) -> dic
             os.readlink(path) if stat.S_ISLNK(status.st_mode) else None,
             status.st_rdev if stat.S_ISCHR(status.st_mode) or stat.S_ISBLK(status.st_mode) else None,
             (status.st_size, hashlib.sha256(path.read_bytes()).hexdigest()) if stat.S_ISREG(status.st_mode) else None,
-            _attributes(path),
+            _attributes(f"{root}/." if path == root else path),
         )
     for names in links.values():
         for name in names if len(names) > 1 else ():  # A count may include names of a layer below.
@@ -41,7 +41,7 @@ def tree_of(root: Path, *, times: bool = True, skip: Container[str] = ()) -> dic
     return found
 
 
-def _attributes(path: Path) -> tuple[tuple[str, bytes], ...]:
+def _attributes(path: Path | str) -> tuple[tuple[str, bytes], ...]:
     names = sorted(os.listxattr(path, follow_symlinks=False))
     return tuple((name, os.getxattr(path, name, follow_symlinks=False)) for name in names)
 

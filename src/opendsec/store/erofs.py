@@ -9,8 +9,8 @@ times of the files as they are. Owners, modes, links, devices, FIFOs, extended a
 Uncompressed, because that starts fastest and shares the page cache best; the files are written to paths that must not
 exist.
 
-It refuses names of 255 bytes, which mkfs.erofs cuts to 254 without a word, and nothing else about a tree: what may be
-in one is decided by whoever made it.
+It refuses names of 255 bytes, which older mkfs.erofs cut to 254 without a word, and times in the last second before
+1970, which it would move; and nothing else about a tree: what may be in one is decided by whoever made it.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ ORIGIN = "trusted.overlay.origin"
 this attribute (ovl_get_inode in fs/overlayfs/inode.c); an empty one says that it came from nowhere in particular."""
 
 NAME_BYTES = 254
-"""Of one name; mkfs.erofs would cut the 255th."""
+"""Of one name; mkfs.erofs before 1.8.5 would cut the 255th without a word."""
+_WHOLE_NAMES = (1, 9)
+_BEFORE_1970 = 2**64 - 2
+"""mkfs.erofs compares times without a sign; this is later than all but the very last second before 1970."""
 TIMEOUT_S = 3600.0
 _VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
 
@@ -72,25 +75,27 @@ class TreeFacts:
     size_bytes: int
     """Of the regular files, hard links counted once."""
     newest_mtime_s: int
+    before_1970: bool = False
+    """Whether anything in it is older than that."""
     with_whiteouts: tuple[str, ...] = ()
     """Directories that hold one, a character device 0:0, and are not known to the kernel for it; see `ORIGIN`."""
 
 
-def tree_facts(tree: Path) -> TreeFacts:
-    """Walk a tree once. ImageInvalidError for a name mkfs.erofs cannot write."""
+def tree_facts(tree: Path, *, name_bytes: int = NAME_BYTES) -> TreeFacts:
+    """Walk a tree once. ImageInvalidError for a name or time mkfs.erofs cannot write."""
     total = 0
-    newest = max(0, int(os.lstat(tree).st_mtime))
+    newest = oldest = int(os.lstat(tree).st_mtime)
     seen: set[tuple[int, int]] = set()
     with_whiteouts: set[str] = set()
     for directory, subdirectories, names in os.walk(tree):
         for name in (*names, *subdirectories):
-            if len(os.fsencode(name)) > NAME_BYTES:
-                path = os.path.relpath(Path(directory, name), tree)
-                raise ImageInvalidError(
-                    f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path}
-                )
+            if len(os.fsencode(name)) > name_bytes:
+                raise _unwritable(tree, Path(directory, name), "its name has 255 bytes, a layer takes 254")
             status = os.lstat(Path(directory, name))
             newest = max(newest, int(status.st_mtime))
+            oldest = min(oldest, status.st_mtime_ns // 10**9)
+            if status.st_mtime_ns // 10**9 == -1:
+                raise _unwritable(tree, Path(directory, name), "its time is in the last second before 1970")
             if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
                 with_whiteouts.add(directory)
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
@@ -99,7 +104,14 @@ def tree_facts(tree: Path) -> TreeFacts:
                 seen.add((status.st_dev, status.st_ino))
             total += status.st_size
     unknown = sorted(path for path in with_whiteouts if ORIGIN not in os.listxattr(path))
-    return TreeFacts(size_bytes=total, newest_mtime_s=newest, with_whiteouts=tuple(unknown))
+    return TreeFacts(
+        size_bytes=total, newest_mtime_s=max(0, newest), before_1970=oldest < 0, with_whiteouts=tuple(unknown)
+    )
+
+
+def _unwritable(tree: Path, path: Path, why: str) -> ImageInvalidError:
+    entry = os.path.relpath(path, tree)
+    return ImageInvalidError(f"entry {entry!r}: {why}", detail={"entry": entry})
 
 
 def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
@@ -107,7 +119,8 @@ def mkfs_environment(facts: TreeFacts) -> dict[str, str]:
 
     (Its option -T would give every file that time, whatever --preserve-mtime says.)
     """
-    return {**ENVIRONMENT, "SOURCE_DATE_EPOCH": str(facts.newest_mtime_s + 1)}
+    epoch = _BEFORE_1970 if facts.before_1970 else facts.newest_mtime_s + 1
+    return {**ENVIRONMENT, "SOURCE_DATE_EPOCH": str(epoch)}
 
 
 def make_erofs(
@@ -127,8 +140,8 @@ def make_erofs(
     extended ones that match such paths (all together have to fit into the arguments of one program, about 2 MB).
     Raises DiskFullError, or ImageInvalidError with mkfs.erofs' words, and what `on_progress` raises: it ends the work.
     """
-    mkfs_version()
-    facts = facts or tree_facts(tree)
+    name_bytes = 255 if mkfs_version() >= _WHOLE_NAMES else NAME_BYTES
+    facts = facts or tree_facts(tree, name_bytes=name_bytes)
     for directory in facts.with_whiteouts:
         os.setxattr(directory, ORIGIN, b"")
     split = data is not None and facts.size_bytes > 0

@@ -283,11 +283,13 @@ def _is_first(entry: Entry, entries: list[Entry]) -> bool:
 
 def _facts(tree: Path, entries: list[Entry]) -> TreeFacts:
     newest, total = int(os.lstat(tree).st_mtime), 0
+    oldest = newest
     for status in _contents(entries):
         total += status.st_size
     for one in entries:
         if one.stays:
             newest = max(newest, int(one.status.st_mtime))
+            oldest = min(oldest, one.status.st_mtime_ns // 10**9)
     if total > MAX_CONTENT_BYTES:
         largest = max((one for one in entries if one.stays), key=lambda one: one.status.st_size)
         raise ImageInvalidError(
@@ -295,7 +297,7 @@ def _facts(tree: Path, entries: list[Entry]) -> TreeFacts:
             detail={"entry": largest.path},
             remedy="remove it, or leave it out",
         )
-    return TreeFacts(size_bytes=total, newest_mtime_s=max(0, newest))
+    return TreeFacts(size_bytes=total, newest_mtime_s=max(0, newest), before_1970=oldest < 0)
 
 
 def _contents(entries: list[Entry]) -> Iterator[os.stat_result]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
-from opendsec.errors import DigestMismatchError
+from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.model.image import Layer, LayerRole
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.importers.background import Background, Task
@@ -140,7 +140,11 @@ class _Conversion:
                 sizes = self._fill(tree, start)
             stop = start + len(sizes)
             self._stack.add_tree(upper)
-            packing.append(self._background.submit(name, partial(self._pack, name, upper, self._plan.roles[start])))
+            packing.append(
+                self._background.submit(
+                    name, partial(self._pack, name, self._label(start, stop), upper, self._plan.roles[start])
+                )
+            )
             diff_ids = [layer.diff_id for layer in self._image.layers[start:stop]]
             conversion = self._work.conversion(self._image, range(start, stop))
             made.append((conversion, dict(zip(diff_ids, sizes, strict=True))))
@@ -151,6 +155,11 @@ class _Conversion:
             Converted(layer=layer, conversion=conversion, sizes=sizes)
             for layer, (conversion, sizes) in zip(layers, made, strict=True)
         ]
+
+    def _label(self, start: int, stop: int) -> str:
+        """A group of image layers in words."""
+        first = self._image.layers[start].label
+        return first if stop == start + 1 else f"{first} to {self._image.layers[stop - 1].label}"
 
     def _fill(self, tree: Path, start: int) -> list[int]:
         """Apply layers until the group takes no more; bytes of each uncompressed archive."""
@@ -183,11 +192,16 @@ class _Conversion:
                 total = layer.blob.size_bytes
                 verify(file, layer.blob, layer.label, lambda done: self._background.tell(name, done, total))
 
-    def _pack(self, name: str, upper: Path, role: LayerRole) -> StagedLayer:
+    def _pack(self, name: str, label: str, upper: Path, role: LayerRole) -> StagedLayer:
         def tell(step: Progress) -> None:
             self._background.tell(name, step.done, step.total)
 
-        return make_layer(self._work.store, self._work.directory, upper, name=name, role=role, on_progress=tell)
+        try:
+            return make_layer(self._work.store, self._work.directory, upper, name=name, role=role, on_progress=tell)
+        except ImageInvalidError as error:  # It knows the entry, and we the layers.
+            raise ImageInvalidError(
+                f"{label}: {error.message}", detail={**error.detail, "layer": label}, remedy=error.remedy
+            ) from error
 
 
 def apply_layer(

@@ -44,6 +44,9 @@ _OPAQUE = ".wh..wh..opq"
 OVERLAY_XATTRS = (b"trusted.overlay.", b"user.overlay.")
 """An image that brings these would steer the overlay file system it becomes a layer of."""
 
+_LABELS = frozenset({b"security.selinux", b"security.ima", b"security.evm"})
+"""Written by the kernel itself where it is so configured; it would not let go of them."""
+
 _XATTR_BYTES = 3000
 """ext4 has one block for all attributes of a file, and says ENOSPC when they do not fit."""
 
@@ -97,7 +100,7 @@ class TreeWriter:
         path = self._clean(member.name, member)
         directory, name = posixpath.split(path)
         try:
-            if self._whiteouts and name.startswith(os.fsencode(WHITEOUT)):
+            if self._whiteouts and self._is_whiteout(member, path, name):
                 self._whiteout(member, directory, os.fsdecode(name))
                 return
             target = self._place(directory, name, member)
@@ -181,14 +184,25 @@ class TreeWriter:
         if exists:
             self._remove(relative)
         os.mkdir(self._full(relative), _IMPLICIT_MODE)
+        os.chown(self._full(relative), 0, 0)
+        _clear_xattrs(self._full(relative))
         os.chmod(self._full(relative), _IMPLICIT_MODE)
         self._times[relative] = 0
         self._remember(relative)
 
     # whiteouts
 
+    def _is_whiteout(self, member: tarfile.TarInfo, path: bytes, name: bytes) -> bool:
+        for part in path.split(b"/")[:-1]:
+            if part.startswith(os.fsencode(_WHITEOUT_META)):
+                return True  # Below a directory that aufs left; `_whiteout` knows those.
+            if part.startswith(os.fsencode(WHITEOUT)):
+                raise self._bad(member, "it lies below a whiteout")
+        return name.startswith(os.fsencode(WHITEOUT))
+
     def _whiteout(self, member: tarfile.TarInfo, directory: bytes, name: str) -> None:
-        if name != _OPAQUE and name.startswith(_WHITEOUT_META):
+        below_meta = any(part.startswith(os.fsencode(_WHITEOUT_META)) for part in directory.split(b"/"))
+        if below_meta or (name != _OPAQUE and name.startswith(_WHITEOUT_META)):
             return  # Left over from aufs; means nothing in an image.
         hidden = os.fsencode(name[len(WHITEOUT) :])
         if hidden in (b"", b".", b".."):
@@ -243,9 +257,10 @@ class TreeWriter:
             return
         self._create(archive, member, full, exists=kind is not None)
         os.chown(full, member.uid, member.gid, follow_symlinks=False)
+        _clear_xattrs(full)
         if not member.issym():
             os.chmod(full, member.mode & 0o7777)
-        self._set_xattrs(member, full, clear=kind is not None)
+        self._set_xattrs(member, full)
         if member.isdir():
             self._times[target] = mtime_ns(member)
         else:
@@ -324,11 +339,8 @@ class TreeWriter:
                     found.setdefault((status.st_dev, status.st_ino), []).append(path[start:])
         return found
 
-    def _set_xattrs(self, member: tarfile.TarInfo, full: bytes, *, clear: bool) -> None:
-        """After chown(2), which drops capabilities. The entry's attributes replace those of a lower layer."""
-        if clear:
-            for name in os.listxattr(full, follow_symlinks=False):
-                os.removexattr(full, name, follow_symlinks=False)
+    def _set_xattrs(self, member: tarfile.TarInfo, full: bytes) -> None:
+        """After chown(2), which drops capabilities."""
         if (header := text_acl(member.pax_headers)) is not None:
             raise self._bad(member, f"its access list is text ({header}); write it with tar --xattrs, not --acls")
         for key, value in xattrs_of(member.pax_headers).items():
@@ -373,6 +385,14 @@ class TreeWriter:
         return ImageInvalidError(
             f"{self._label}: entry {member.name!r}: {why}", detail={"layer": self._label, "entry": member.name}
         )
+
+
+def _clear_xattrs(full: bytes) -> None:
+    """Those of a lower layer, and an access list that was inherited from the directory; labels are this machine's."""
+    for text in os.listxattr(full, follow_symlinks=False):
+        name = os.fsencode(text)
+        if name not in _LABELS:
+            os.removexattr(full, name, follow_symlinks=False)
 
 
 def _copy_extent(source: BinaryIO, fd: int, offset: int, size: int) -> None:
