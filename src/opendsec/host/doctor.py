@@ -17,7 +17,12 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from opendsec import errors
 from opendsec.linux import launch, probe
+from opendsec.store.layout import Layout
+from opendsec.store.loading.sources import is_remote
+from opendsec.store.location import SETTING, store_directory
+from opendsec.store.portability import probe_directory
 
 STATE_DIR = "/var/lib/opendsec"
 
@@ -35,10 +40,35 @@ def native_programs() -> probe.Answer:
     return probe.Answer(name="native", ok=True, sentence="launcher and guest agent are built")
 
 
+def image_store(setting: str, state_dir: Path) -> probe.Answer | None:
+    """Does the file system of the store offer what a store needs? None when there is no directory to ask."""
+    if is_remote(setting):
+        return None
+    try:
+        root = store_directory(setting, state_dir)
+        staging = Layout(root).staging
+        lacking = [one for one in probe_directory(staging) if not one.ok] if staging.is_dir() else []
+    except errors.InvalidSpecError as error:
+        return probe.Answer(name="store", ok=False, sentence=error.message, remedy=error.remedy)
+    except OSError as error:
+        sentence = f"the image store {error.filename or setting} cannot be used: {error.strerror}"
+        return probe.Answer(name="store", ok=False, sentence=sentence, remedy="mount it, writable for root")
+    if not staging.is_dir():
+        return None
+    if lacking:
+        words = "; ".join(one.sentence for one in lacking)
+        sentence = f"the file system of the image store {root} lacks something: {words}"
+        return probe.Answer(name="store", ok=False, sentence=sentence, remedy="see docs/reference/image-store.md")
+    return probe.Answer(
+        name="store", ok=True, sentence=f"the image store {root} lies on a file system that is fit for it"
+    )
+
+
 def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of text.")] = False) -> None:
     """Say what this host can do, and why not. Exit status 1 when container sandboxes cannot run here."""
     state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
-    answers = [*probe.probe_all(state_dir=state_dir), native_programs()]
+    store = image_store(os.environ.get(SETTING, ""), state_dir)
+    answers = [*probe.probe_all(state_dir=state_dir), native_programs(), *([store] if store else [])]
     needed = {*probe.CONTAINER_NEEDS, "native"}
     broken = [answer.name for answer in answers if not answer.ok and answer.name in needed]
     if as_json:

@@ -3,7 +3,8 @@
     (empty)         `<state directory>/store`
     /a/directory    a directory on any file system that offers what `opendsec.store.portability` asks for
 
-It refuses everything else by name; stores that are no directory belong here.
+It refuses everything else by name. Stores behind HTTP or S3 (`loading.remote`) are only read, by edges: who changes a
+store needs it as a directory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ def store_directory(text: str, state_dir: Path) -> Path:
     root = Path(text)
     if not root.is_absolute() or "://" in text:
         raise InvalidSpecError(
-            f"{SETTING}: {text[:200]!r} is no absolute path of a directory", detail={"field": SETTING}
+            f"{SETTING}: {text[:200]!r} is no absolute path of a directory",
+            detail={"field": SETTING},
+            remedy="name the directory here; stores behind http:// or s3:// can only be read, by an edge",
         )
     return root
 

@@ -12,14 +12,15 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import HostCapabilityError
-from opendsec.store.durable import sync_directory, write_synced
-from opendsec.store.staging import file_system_time, locked, staged
+from opendsec.store.durable import remove_tree, sync_directory, write_synced
+from opendsec.store.staging import file_system_time, locked
 
 CLOCKS_APART_S = 30.0
 """More than this between the file system's clock and ours, and ages of leases and staging mislead."""
@@ -36,11 +37,15 @@ class Offer:
 
 
 def probe_directory(directory: Path) -> list[Offer]:
-    """Try everything in a private directory below this one. OSError when not even that can be made."""
-    with staged(directory, directory / ".probe.lock") as work:
-        offers = [_tried(probe, work) for probe in (_rename, _sync, _lock, _clock, _links)]
-    (directory / ".probe.lock").unlink(missing_ok=True)
-    return offers
+    """Try everything in a private directory below this one. OSError when not even that can be made.
+
+    One that is left by a kill goes as what older versions left in `staging` does, if it lies there.
+    """
+    work = Path(tempfile.mkdtemp(prefix="probe-", dir=directory))
+    try:
+        return [_tried(probe, work) for probe in (_rename, _sync, _lock, _clock, _links)]
+    finally:
+        remove_tree(work)
 
 
 def _tried(probe: Callable[[Path], Offer], work: Path) -> Offer:
