@@ -2,8 +2,8 @@
 
     Dockerfile or template → plan → for each step: its key → an image of that key? → else sandbox → step → pack → image
 
-Images of steps are named BUILD_CACHE with the key in the platform's store, so any builder of the platform finds them, and
-removing them costs nothing but time. The image that was asked for gets its name at the very end, in one go: a build
+Images of steps are named BUILD_CACHE with the key in the platform's store, so any builder of the platform finds them,
+and removing them costs nothing but time. The image that was asked for gets its name at the very end, in one go: a build
 that fails or dies leaves steps that the next build takes up, and never half an image.
 """
 
@@ -25,7 +25,7 @@ from opendsec.build.template import Template
 from opendsec.client._async.client import DSecClient
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client.concurrency import async_blocking
-from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecError
+from opendsec.errors import FileError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import BUILD_CACHE as CACHE
 from opendsec.model.image import LayerRole
@@ -209,6 +209,14 @@ class _Builder:
 
     async def _take(self, sandbox: Sandbox, step: Step, inputs: Inputs, number: int) -> None:
         where = self._where(step)
+        try:
+            await self._do(sandbox, step, inputs, number, where)
+        except FileError as error:
+            raise FileError(
+                f"{where}: {error.message}", detail={**error.detail, "line": step.line}, remedy=error.remedy
+            ) from error
+
+    async def _do(self, sandbox: Sandbox, step: Step, inputs: Inputs, number: int, where: str) -> None:
         match step:
             case Run():
                 await run(sandbox, step, where, lambda data: self.on_event(StepOutput(number=number, data=data)))

@@ -1,4 +1,4 @@
-"""`opendsec image gc` and `fsck`: collect what nobody needs, and check what is there."""
+"""`opendsec image gc`, `fsck` and `merge`: collect what nobody needs, check what is there, make chains short."""
 
 from __future__ import annotations
 
@@ -10,10 +10,12 @@ import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line, size
 from opendsec.errors import InvalidSpecError
-from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
+from opendsec.host.image_group import app, errors_shown, open_store, progress_shown, state_directory
 from opendsec.store.build_steps import forget_build_steps
 from opendsec.store.fsck import Checked, check
 from opendsec.store.gc import Collected, collect
+from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.merge import MOST, opened_by, settle
 from opendsec.store.portability import probe_directory
 
 _UNITS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
@@ -26,7 +28,7 @@ def collect_garbage(
     lease: Annotated[str, typer.Option(help="Count a node as dead after so much silence.")] = "1d",
     build_steps: Annotated[
         str,
-        typer.Option("--build-steps", metavar="AGE", help="First forget steps of builds made longer ago than this."),
+        typer.Option("--build-steps", metavar="AGE", help="First forget steps of builds older than this."),
     ] = "",
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be deleted.")] = False,
     as_json: Json = False,
@@ -78,6 +80,24 @@ def check_store(
                 note(f"file system: {one.sentence}")
     if lacking or not checked.sound:
         raise typer.Exit(1)
+
+
+@app.command("merge")
+def merge_layers(
+    name: Annotated[str, typer.Argument(help="Name of the image.")],
+    most: Annotated[int, typer.Option(min=1, help="Leave an image alone that has no more layers of its own.")] = MOST,
+    as_json: Json = False,
+) -> None:
+    """Let an image with many layers have fewer: neighbours of one role become one, the smallest first."""
+    with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
+        store = open_store()
+        before = len(store.get(name).layers)
+        open_layer = opened_by(DirectLoader(store, state_directory() / "cache" / "metadata"))
+        image = settle(store, name, open_layer, most=most, on_progress=on_progress)
+    if as_json:
+        print_json(asdict(image) | {"layers_before": before})
+    else:
+        print_line(f"image {name}: {image.digest}, {len(image.layers)} layers (it had {before})")
 
 
 def _show(checked: Checked) -> None:

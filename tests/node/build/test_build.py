@@ -22,7 +22,7 @@ from tests.node.build.conftest import CAPABILITY, OPENDSEC, Platform
 import opendsec
 from opendsec.build import BuildOptions, BuiltImage, StepBegun, StepOutput, Template, build
 from opendsec.build.taking import TTL_S
-from opendsec.errors import CommandFailedError, ExecError, ImageNotFoundError, InvalidSpecError
+from opendsec.errors import CommandFailedError, ExecError, FileError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.image_view import TreeEntry
 from opendsec.store.images import ImageStore
 
@@ -248,6 +248,13 @@ async def test_what_cannot_be_copied_is_named(
     with pytest.raises(InvalidSpecError, match=words):
         await built(client, text, "failed", context=context)
     assert [one async for one in client.list(state="running")] == []
+
+
+async def test_a_file_in_the_way_is_named(client: opendsec.DSecClient, context: Path) -> None:
+    with pytest.raises(FileError, match="line 3: .*ENOTDIR|line 3: .*directory"):
+        await built(client, "FROM busybox\nRUN touch /file\nWORKDIR /file/below\n", "failed")
+    with pytest.raises(FileError, match="line 3: "):
+        await built(client, "FROM busybox\nRUN mkdir -p /d/one.txt\nCOPY one.txt /d/\n", "failed", context=context)
 
 
 async def test_a_context_is_needed_only_to_copy_from(client: opendsec.DSecClient) -> None:
