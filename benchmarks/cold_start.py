@@ -1,0 +1,487 @@
+"""A first start from a store that is far away: how long until a first command is done, and what had to be moved for it.
+
+    .venv/bin/python -m benchmarks.cold_start [--mb 50] [--latency-ms 0] [--repeat 3] [--only true,print,turn]
+
+Nothing of the image is on the node, and the page cache is emptied before each start (the host's own programs are
+warmed again by a sandbox from another image). Arms, all in one run, each with every command:
+
+    local       the same image on this node's disk, read directly: what the others are held to
+    direct      data on a mounted file system (FUSE) that gives so many MB/s
+    fuse        HTTP at so many MB/s, the FUSE loader          +p: with a profile of that command
+    fanotify    HTTP at so many MB/s, the fanotify loader      +p: with a profile of that command
+    unpack      tar.gz over the same HTTP, unpacked to a directory while it arrives, and a sandbox on that
+
+The throttle is a token bucket in a server process of its own (`benchmarks.shared.slow_store`). Bytes fetched are the
+server's count, metadata included; bytes touched the pages of the image in memory after the command in the arm `local`;
+bytes written the blocks the arm's directories have grown by; CPU is that of this process, its loaders and the sandbox.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import msgspec
+from benchmarks.shared import cost
+from benchmarks.shared.report import print_goal, print_machine
+from benchmarks.shared.slow_store import sent
+from tests.images import make_busybox_image
+
+from opendsec.backends.base import StartPlan
+from opendsec.backends.container import ContainerBackend
+from opendsec.errors import NodeError
+from opendsec.guest.base import Exit, Output, StartCommand
+from opendsec.host.loader import unmount_data
+from opendsec.linux import libc
+from opendsec.linux.cgroup import choose_driver, find_mounts
+from opendsec.model.ids import new_sandbox_id
+from opendsec.model.image import Image
+from opendsec.model.spec import Resources, SandboxSpec
+from opendsec.store.images import ImageStore
+from opendsec.store.layers import make_layer
+from opendsec.store.loading.base import Loader
+from opendsec.store.loading.control import ask
+from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.loading.fanotify import FanotifyLoader
+from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.loading.fuse import SOCKET, FuseLoader
+from opendsec.store.loading.profiles import profile_name
+from opendsec.store.loading.sources import open_files
+from opendsec.store.mounts import LayerMounts
+
+ROOT = "opendsec-bench-cold"
+TURN = """set -e
+mkdir -p /tmp/work && cd /tmp/work && git init -q . && git config user.email a@b.c && git config user.name agent
+python3 - <<'END'
+for n in range(12):
+    open(f'm{n}.py', 'w').write(''.join(f'def f{i}(x):\\n    return x * {i} + {n}\\n' for i in range(40)))
+    open(f'test_m{n}.py', 'w').write(f'import unittest, json, re, m{n}\\nclass T(unittest.TestCase):\\n' + ''.join(
+        f'    def test_{i}(self):\\n        self.assertEqual(m{n}.f{i}(2), {2 * i + n})\\n' for i in range(40)))
+END
+git add . && git commit -q -m first
+python3 -m unittest -q
+printf '#include <stdio.h>\\nint main(void){long s=0;for(long i=0;i<1000;i++)s+=i;printf("%%ld\\\\n",s);}\\n' > main.c
+gcc -O1 -o main main.c && ./main
+grep -rn 'def f39' --include=*.py . | wc -l && git log --oneline | wc -l
+"""
+COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "true": (("/bin/true",), ""),
+    "print": (("python3", "-c", "print(1)"), "1"),
+    "imports": (("python3", "-c", "import json, asyncio, ssl, urllib.request; print(2)"), "2"),
+    "git": (("git", "--version"), "git version"),
+    "turn": (("/bin/sh", "-c", TURN), "499500\n12\n1"),
+}
+"""Name → program, and what its output begins with."""
+ARMS = ("local", "direct", "fuse", "fuse+p", "fanotify", "fanotify+p", "unpack")
+
+
+@dataclass(slots=True, kw_only=True)
+class Figures:
+    """Of one start."""
+
+    create_s: float
+    first_s: float
+    fetched: int
+    written: int
+    cpu_s: float
+    touched: int = 0
+    asked: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Bench:
+    """Directories, the slow servers, and the image."""
+
+    work: Path
+    run: Path
+    store: ImageStore
+    image: Image
+    warm: Image
+    url: str
+    counts: Mapping[str, Path]
+    groups: tuple[Path, ...]
+    results: dict[tuple[str, str], list[Figures]] = field(default_factory=lambda: defaultdict(list))
+
+
+class Layers:
+    """LayerMounts of the image that is measured, and of the one that warms the host up."""
+
+    def __init__(self, warm: LayerMounts, warm_name: str) -> None:
+        self.warm = warm
+        self._warm_name = warm_name
+        self.measured: Any = None
+
+    async def acquire_soon(self, image: Image) -> tuple[int, ...]:
+        chosen = self.warm if image.name == self._warm_name else self.measured
+        return await asyncio.to_thread(chosen.acquire, image)
+
+
+class Unpacked:
+    """A tree that comes as tar.gz and is unpacked as it arrives."""
+
+    def __init__(self, url: str, target: Path) -> None:
+        self._url = url
+        self._target = target
+        self._fd = -1
+
+    def acquire(self, image: Image) -> tuple[int, ...]:
+        self._target.mkdir()
+        self._target.chmod(0o755)
+        with subprocess.Popen(["curl", "-sSf", self._url], stdout=subprocess.PIPE) as fetch:
+            subprocess.run(["tar", "-xzpf", "-", "-C", self._target, "--numeric-owner"], stdin=fetch.stdout, check=True)
+        if fetch.returncode:
+            sys.exit("the archive could not be fetched")
+        self._fd = os.open(self._target, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        return (self._fd,)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+# ── one start ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+async def start_and_run(
+    backend: ContainerBackend, bench: Bench, image: Image, command: str
+) -> tuple[float, float, StartPlan]:
+    """Seconds to ready, and from there to the command's result; its output is what it should be."""
+    argv, expected = COMMANDS[command]
+    sandbox_id = new_sandbox_id("bench")
+    state, run = bench.work / "sandboxes" / sandbox_id, bench.run / sandbox_id
+    state.mkdir(parents=True)
+    run.mkdir()
+    spec = SandboxSpec(image=image.name, resources=Resources(memory_limit_mb=1024))
+    plan = StartPlan(sandbox_id=sandbox_id, spec=spec, image=image, state_dir=state, run_dir=run, slot=0)
+    begin = time.perf_counter()
+    running = await backend.start(plan)
+    ready = time.perf_counter()
+    output, done = b"", ready
+    env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
+    await running.guest.start(1, StartCommand(argv=argv, env=env))
+    async for event in running.guest.events(1):
+        if isinstance(event, Output):
+            output += event.data
+        if isinstance(event, Exit):
+            done = time.perf_counter()
+            text = output.decode(errors="replace")
+            if event.exit_code != 0 or expected not in text:
+                sys.exit(f"{command} gave {event.exit_code}: {text[-500:]}")
+            running.guest.release(1)
+    return ready - begin, done - ready, plan
+
+
+async def end(backend: ContainerBackend, plan: StartPlan) -> None:
+    await backend.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
+    plan.state_dir.rmdir()
+    plan.run_dir.rmdir()
+
+
+async def one(backend: ContainerBackend, layers: Layers, bench: Bench, arm: str, command: str) -> Figures:
+    """A cold start in one arm."""
+    with measured_layers(bench, arm, command) as (mounts, place, count):
+        layers.measured = mounts
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("3")
+        await end(backend, (await start_and_run(backend, bench, bench.warm, "true"))[2])
+        if (bench.run / SOCKET).exists():
+            ask(bench.run / SOCKET, "status", timeout_s=20)
+        blocks, cpu, got = disk_bytes(place, bench.work / "sandboxes"), cost.group_cpu_s(*bench.groups), sent(count)
+        create_s, first_s, plan = await start_and_run(backend, bench, bench.image, command)
+        figures = Figures(
+            create_s=create_s,
+            first_s=first_s,
+            fetched=sent(count) - got if arm != "local" else 0,
+            written=disk_bytes(place, bench.work / "sandboxes") - blocks,
+            cpu_s=cost.group_cpu_s(*bench.groups) - cpu,
+        )
+        if arm == "local":
+            figures.touched = resident_bytes(bench.run / "layers")
+        if (bench.run / SOCKET).exists():
+            state = ask(bench.run / SOCKET, "status", timeout_s=20)
+            figures.asked = sum(layer["asked_bytes"] for layer in state["layers"].values())
+        await end(backend, plan)
+        return figures
+
+
+def disk_bytes(*places: Path) -> int:
+    """Blocks of everything below."""
+    total = 0
+    for place in places:
+        for directory, _, names in os.walk(place):
+            total += sum(os.lstat(os.path.join(directory, name)).st_blocks * 512 for name in names)
+            total += os.lstat(directory).st_blocks * 512
+    return total
+
+
+def resident_bytes(mounts: Path) -> int:
+    """Pages in memory of all files mounted there."""
+    script = f"find {mounts} -xdev -mindepth 1 -maxdepth 1 -type d ! -name '.*' -exec find {{}} -type f -print0 \\; "
+    script += "| xargs -0 fincore -b -n -r -o RES"
+    done = subprocess.run(["sh", "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    return sum(int(line) for line in done.stdout.split())
+
+
+# ── the arms ────────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def measured_layers(bench: Bench, arm: str, command: str) -> Iterator[tuple[Any, Path, Path]]:
+    """Layers of a node that has nothing yet; where it writes; who counts what it fetches."""
+    place = Path(tempfile.mkdtemp(prefix="node-", dir=bench.work))
+    kind, _, profile = arm.partition("+")
+    count = bench.counts["fuse" if kind == "direct" else "http"]
+    try:
+        if kind == "unpack":
+            unpacked = Unpacked(f"{bench.url}/image.tar.gz", place / "tree")
+            yield unpacked, place, count
+            unpacked.close()
+        elif kind in ("local", "direct"):
+            store = bench.store if kind == "local" else ImageStore(bench.work / "far")
+            yield from ((mounts, place, count) for mounts in _mounted(DirectLoader(store, place / "metadata"), bench))
+        else:
+            with _profile(bench, command if profile else ""), loader_process(bench, kind, place):
+                source = ChunkSource(open_files(bench.url, attempt_s=10), patience_s=30)
+                loader: Loader = (
+                    FuseLoader(source, place / "cache" / "metadata", bench.run)
+                    if kind == "fuse"
+                    else FanotifyLoader(source, bench.run, place)
+                )
+                yield from ((mounts, place, count) for mounts in _mounted(loader, bench))
+    finally:
+        shutil.rmtree(place)
+
+
+def _mounted(loader: Loader, bench: Bench) -> Iterator[LayerMounts]:
+    mounts = LayerMounts(loader, bench.run / "layers")
+    try:
+        yield mounts
+    finally:
+        mounts.unmount_all()
+        loader.close()
+
+
+@contextlib.contextmanager
+def _profile(bench: Bench, command: str) -> Iterator[None]:
+    """The store has the profile recorded of that command, or none."""
+    target = bench.store.root / profile_name(bench.image.layers[0].digest)
+    target.parent.mkdir(exist_ok=True)
+    recorded = bench.work / "profiles" / command
+    if command:
+        shutil.copy(recorded, target)
+    try:
+        yield
+    finally:
+        target.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def loader_process(bench: Bench, kind: str, place: Path) -> Iterator[None]:
+    environment = {
+        **os.environ,
+        "OPENDSEC_STATE_DIR": str(place),
+        "OPENDSEC_RUN_DIR": str(bench.run),
+        "OPENDSEC_STORE": bench.url,
+        "OPENDSEC_LOADER": kind,
+        "OPENDSEC_LOG_LEVEL": "error",
+    }
+    with subprocess.Popen([sys.executable, "-m", "opendsec.host.loader"], env=environment) as process:
+        try:
+            for _ in range(400):
+                with contextlib.suppress(NodeError):
+                    ask(bench.run / SOCKET, "status", timeout_s=20)
+                    break
+                time.sleep(0.05)
+            yield
+        finally:
+            process.terminate()
+            process.wait(60)
+            unmount_data(bench.run)
+
+
+async def record(backend: ContainerBackend, layers: Layers, bench: Bench, command: str) -> None:
+    """The profile of a command, from a start of its own."""
+    layer = msgspec.to_builtins(bench.image.layers[0])
+    with measured_layers(bench, "fuse", "") as (mounts, place, _):
+        layers.measured = mounts
+        ask(bench.run / SOCKET, "record", timeout_s=20, layer=layer)
+        _, _, plan = await start_and_run(backend, bench, bench.image, command)
+        ask(bench.run / SOCKET, "recorded", timeout_s=20, layer=layer, command=command)
+        await end(backend, plan)
+        target = bench.work / "profiles" / command
+        target.parent.mkdir(exist_ok=True)
+        shutil.copy(place / "cache" / profile_name(bench.image.layers[0].digest), target)
+
+
+# ── the bench itself ────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def copy_image(name: str, library: Path, work: Path, store: ImageStore) -> Image:
+    """The same tree, as metadata and data; and as `image.tar.gz` beside it."""
+    source = ImageStore(library)
+    image = source.get(name)
+    with LayerMounts(DirectLoader(source, work / "copies"), work / "mounts") as mounts:
+        fds = mounts.acquire(image)
+        if len(fds) != 1:
+            sys.exit(f"{name} has {len(fds)} layers; one is expected")
+        tree = f"/proc/self/fd/{fds[0]}/."
+        with store.staging() as staging:
+            subprocess.run(["cp", "-a", tree, staging / "tree"], check=True, pass_fds=fds)
+            layer = make_layer(store, staging, staging / "tree")
+            made = store.publish(name, layers=[layer], config=image.config, source=f"copy of {name}")
+        archive = ["tar", "--numeric-owner", "-czf", f"{store.root}/image.tar.gz", "-C", tree, "."]
+        subprocess.run(archive, check=True, pass_fds=fds)
+        mounts.unmount_all()
+    return made
+
+
+@contextlib.contextmanager
+def slow_servers(
+    store: ImageStore, work: Path, options: argparse.Namespace
+) -> Iterator[tuple[str, Mapping[str, Path]]]:
+    """HTTP, and a mounted file system."""
+    far = work / "far"
+    for folder in ("blobs", "tables", "manifests", "tags"):
+        shutil.copytree(store.root / folder, far / folder, copy_function=os.link)
+    (far / "data" / "sha256").mkdir(parents=True)
+    counts = {how: work / f"count-{how}" for how in ("http", "fuse")}
+    words = ["--mb", str(options.mb), "--latency-ms", str(options.latency_ms)]
+    command = [sys.executable, "-m", "benchmarks.shared.slow_store"]
+    port = work / "port"
+    http = [*command, "http", str(store.root), "--port-file", str(port), "--count", str(counts["http"]), *words]
+    data = [*command, "fuse", f"{store.root}/data/sha256", "--target", f"{far}/data/sha256"]
+    with (
+        subprocess.Popen(http) as first,
+        subprocess.Popen([*data, "--count", str(counts["fuse"]), *words]) as second,
+    ):
+        try:
+            while not (port.exists() and os.path.ismount(far / "data" / "sha256")):
+                time.sleep(0.05)
+            yield f"http://127.0.0.1:{port.read_text(encoding='ascii')}", counts
+        finally:
+            libc.umount2(far / "data" / "sha256", libc.MNT_DETACH)
+            for process in (first, second):
+                process.kill()
+
+
+async def measure(bench: Bench, options: argparse.Namespace) -> None:
+    commands = options.only.split(",") if options.only else list(COMMANDS)
+    arms = options.arms.split(",") if options.arms else list(ARMS)
+    with LayerMounts(DirectLoader(bench.store, bench.work / "warm"), bench.run / "warm") as warm:
+        layers = Layers(warm, bench.warm.name)
+        backend = ContainerBackend(
+            layers=cast("LayerMounts", layers), state_dir=bench.work, run_dir=bench.run, cgroup_root=ROOT
+        )
+        try:
+            await backend.open()
+            for command in commands:
+                if any(arm.endswith("+p") for arm in arms):
+                    await record(backend, layers, bench, command)
+                for number in range(options.repeat):
+                    for arm in arms:
+                        if arm == "unpack" and number >= options.repeat_unpack:
+                            continue
+                        bench.results[command, arm].append(await one(backend, layers, bench, arm, command))
+                report(bench, command, arms)
+        finally:
+            await backend.close()
+            warm.unmount_all()
+
+
+def report(bench: Bench, command: str, arms: list[str]) -> None:
+    """Medians of one command, and what they are held to."""
+
+    def median(arm: str, name: str) -> float:
+        return float(statistics.median(getattr(one, name) for one in bench.results[command, arm]))
+
+    print(f"\n{command}: touched {median('local', 'touched') / 1e6:.1f} MB" if "local" in arms else f"\n{command}")
+    print(f"{'':12}{'create':>9}{'first':>9}{'both':>9}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
+    for arm in arms:
+        create, first = median(arm, "create_s"), median(arm, "first_s")
+        sizes = [median(arm, name) / 1e6 for name in ("fetched", "asked", "written")]
+        print(
+            f"{arm:12}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms  "
+            f"{sizes[0]:6.1f}MB{sizes[1]:6.1f}MB{sizes[2]:7.1f}MB{median(arm, 'cpu_s') * 1e3:6.0f}ms",
+            flush=True,
+        )
+    for arm in [one for one in arms if one not in ("local", "unpack")]:
+        if "local" in arms:
+            print_goal(
+                f"{arm}: ready to first result, of local", median(arm, "first_s") / median("local", "first_s"), 1.2, ""
+            )
+            fetched = median(arm, "fetched") - (bench.image.layers[0].mounted.size_bytes if arm != "direct" else 0)
+            print_goal(f"{arm}: data fetched, of bytes touched", fetched / max(1, median("local", "touched")), 1.2, "")
+        if "unpack" in arms:
+            whole = median("unpack", "create_s") + median("unpack", "first_s")
+            both = median(arm, "create_s") + median(arm, "first_s")
+            print_goal(f"unpack, of {arm}: start to result", whole / both, 5, "", at_least=True)
+            ratio = median("unpack", "written") / max(1, median(arm, "written"))
+            print_goal(f"unpack, of {arm}: bytes written", ratio, 10, "", at_least=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--image", default="debian")
+    parser.add_argument("--store", type=Path, default=Path("/var/lib/opendsec/store"))
+    parser.add_argument("--mb", type=float, default=50)
+    parser.add_argument("--latency-ms", type=float, default=0)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--repeat-unpack", type=int, default=1)
+    parser.add_argument("--only", default="", help=f"commands, of {','.join(COMMANDS)}")
+    parser.add_argument("--arms", default="", help=f"of {','.join(ARMS)}")
+    options = parser.parse_args()
+    unified = find_mounts().unified
+    if unified is None:
+        sys.exit("benchmarks need a cgroup v2 tree")
+    print_machine()
+    work = Path(tempfile.mkdtemp(prefix="opendsec-bench-", dir="/var/lib"))
+    run = Path(tempfile.mkdtemp(prefix="opendsec-bench-", dir="/run"))
+    libc.mount("tmpfs", run, "tmpfs", libc.MS_NOSUID | libc.MS_NODEV, "mode=700")
+    home, own = Path("/proc/self/cgroup").read_text(encoding="ascii"), unified / f"{ROOT}-self"
+    try:
+        store = ImageStore(work / "store")
+        image = copy_image(options.image, options.store, work, store)
+        warm = make_busybox_image(store)
+        with slow_servers(store, work, options) as (url, counts):
+            own.mkdir()
+            (own / "cgroup.procs").write_text("0", encoding="ascii")
+            bench = Bench(
+                work=work,
+                run=run,
+                store=store,
+                image=image,
+                warm=warm,
+                url=url,
+                counts=counts,
+                groups=(own, unified / ROOT),
+            )
+            size = image.layers[0].size_bytes / 1e6
+            archive = (store.root / "image.tar.gz").stat().st_size / 1e6
+            print(f"{options.image}: {size:.0f} MB, tar.gz {archive:.0f} MB")
+            print(f"store: {options.mb:g} MB/s, {options.latency_ms:g} ms")
+            asyncio.run(measure(bench, options))
+    finally:
+        line = next(line for line in home.splitlines() if line.startswith("0::"))
+        (unified / line[3:].lstrip("/") / "cgroup.procs").write_text("0", encoding="ascii")
+        with contextlib.suppress(FileNotFoundError):
+            own.rmdir()
+        choose_driver(find_mounts(), root=ROOT).remove_root()
+        libc.umount2(run, libc.MNT_DETACH)
+        run.rmdir()
+        shutil.rmtree(work)
+
+
+if __name__ == "__main__":
+    main()
