@@ -33,8 +33,12 @@ STATE_DIR = "/var/lib/opendsec"
 
 def open_store() -> ImageStore:
     """The store OPENDSEC_STORE names, or that below OPENDSEC_STATE_DIR. InvalidSpecError."""
-    state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
-    return open_location(os.environ.get("OPENDSEC_STORE", ""), state_dir)
+    return open_location(os.environ.get("OPENDSEC_STORE", ""), state_directory())
+
+
+def state_directory() -> Path:
+    """Of this node."""
+    return Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
 
 
 @contextmanager

@@ -82,7 +82,7 @@ def test_phases_are_told_when_nobody_looks_at_a_terminal(image: Command, disk: P
     out, err = image("import", "mine", f"oci:{layout}:latest")
     assert out.startswith("image mine: sha256:")
     assert "image mine: unpacking layer 1 of 1" in err
-    assert "image mine: writing the layer\nimage mine: publishing\n" in err
+    assert "image mine: writing the layers\nimage mine: publishing\n" in err
 
 
 @pytest.mark.parametrize(
@@ -259,6 +259,17 @@ def test_removed_collected_and_checked(image: Command, disk: Path) -> None:
     image("fsck")
     _, err = image("gc", "--grace", "soon", status=1)
     assert "grace: 'soon' is no span of time" in err
+
+
+def test_many_layers_become_few(image: Command, disk: Path) -> None:
+    layers = [[file(f"f{n}", f"{n}".encode()), file("same", f"{n}".encode())] for n in range(3)]
+    image("import", "many", str(make_layout(disk / "layout", layers)), "--collapse-mb", "0")
+    assert len(image.json("inspect", "many")["layers"]) == 3
+    assert "2 layers (it had 3)" in image("merge", "many", "--most", "2")[0]
+    assert image.json("merge", "many", "--most", "1")["layers_before"] == 2
+    shown, _ = image("tree", "many")
+    assert all(name in shown for name in ("f0", "f1", "f2", "same"))
+    image("fsck")
 
 
 def test_the_store_may_lie_elsewhere(image: Command, disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
