@@ -3,7 +3,10 @@ server.
 
     OPENDSEC_EDGE              name of this edge, 1 to 32 of a-z and 0-9 (local)
     OPENDSEC_STATE_DIR         state, on ext4, xfs or btrfs (/var/lib/opendsec)
-    OPENDSEC_STORE             images: a directory, also one that several nodes share (<state>/store)
+    OPENDSEC_STORE             images: a directory, also one that several nodes share, http(s)://… or s3://bucket/prefix
+                               (<state>/store)
+    OPENDSEC_LOADER            how layers are read: auto, direct, fuse, fanotify (auto)
+    OPENDSEC_STORE_TIMEOUT     seconds a read may wait for the store (30)
     OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
@@ -24,6 +27,7 @@ import os
 import resource
 import sys
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -33,6 +37,7 @@ from opendsec.backends.base import Backend
 from opendsec.backends.container import ContainerBackend
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge.admission import AdmissionLimits
+from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node, NodeSettings
 from opendsec.edge.packing import Packing
@@ -42,8 +47,18 @@ from opendsec.model.spec import BackendKind
 from opendsec.server import logs
 from opendsec.server.auth import Verify, constant_token
 from opendsec.server.runner import Address, listen, parse_address, run, serve
+from opendsec.store.images import ImageStore
 from opendsec.store.leases import Leases
+from opendsec.store.loading.base import Loader, LoaderKind
 from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.loading.fanotify import FanotifyLoader
+from opendsec.store.loading.fanotify_group import check_fanotify
+from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.loading.fuse import FuseLoader
+from opendsec.store.loading.healing import Healing
+from opendsec.store.loading.remote import RemoteStore
+from opendsec.store.loading.settings import LoadingSettings, read_loading
+from opendsec.store.loading.sources import is_remote, open_files
 from opendsec.store.location import open_location
 from opendsec.store.mounts import LayerMounts
 
@@ -59,6 +74,7 @@ class EdgeSettings:
 
     state_dir: Path
     store: str
+    loading: LoadingSettings
     """As `opendsec.store.location` understands it."""
     run_dir: Path
     listen: Address
@@ -83,6 +99,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
     return EdgeSettings(
         state_dir=state,
         store=environment.get("OPENDSEC_STORE", ""),
+        loading=read_loading(environment, state_dir=state),
         run_dir=run_dir,
         listen=address,
         token=token,
@@ -130,18 +147,46 @@ def _backends(text: str) -> tuple[BackendKind, ...]:
 
 async def main(settings: EdgeSettings) -> None:
     """Serve until SIGTERM."""
-    store = open_location(settings.store, settings.state_dir)
     only_dummy = settings.backends == (BackendKind.DUMMY,)
-    images: ImageSource = AnyImage() if only_dummy else store
-    loader = DirectLoader(store, settings.state_dir / "cache" / "metadata")
-    mount_root = settings.run_dir / "layers"
-    leases = Leases(store.layout, mount_root)
-    with LayerMounts(loader, mount_root, leases=leases) as layers, leases.beating():
+    with ExitStack() as stack:
+        store, layers = _store_and_layers(settings, stack)
+        images: ImageSource = AnyImage() if only_dummy else store
+        writable = None if only_dummy or isinstance(store, RemoteStore) else store
+        desk = None if writable is None else stack.enter_context(ImageDesk(writable, layers))
+        packing = None if writable is None else Packing(writable)
         backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
         async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
-            packing = None if only_dummy else Packing(store)
-            app = edge_app(node, version=_version(), verify=_verify(settings), packing=packing)
+            app = edge_app(node, version=_version(), verify=_verify(settings), packing=packing, desk=desk)
             await serve(app, listen(settings.listen))
+
+
+def _store_and_layers(settings: EdgeSettings, stack: ExitStack) -> tuple[ImageStore | RemoteStore, LayerMounts]:
+    """Where images are looked up, and their layers as they are mounted here."""
+    mount_root = settings.run_dir / "layers"
+    copies = settings.state_dir / "cache" / "metadata"
+    if is_remote(settings.loading.address):
+        remote = RemoteStore(open_files(settings.loading.address, attempt_s=settings.loading.attempt_s))
+        stack.callback(remote.close)
+        return remote, stack.enter_context(LayerMounts(_through_process(settings, copies), mount_root))
+    store = open_location(settings.store, settings.state_dir)
+    leases = Leases(store.layout, mount_root)
+    if settings.loading.kind is not LoaderKind.DIRECT:
+        layers = stack.enter_context(LayerMounts(_through_process(settings, copies), mount_root, leases=leases))
+    else:
+        direct = DirectLoader(store, copies)
+        layers = stack.enter_context(LayerMounts(direct, mount_root, leases=leases))
+        stack.enter_context(Healing(direct.data_of, layers.held, direct.renew).looking())
+    stack.enter_context(leases.beating())
+    return store, layers
+
+
+def _through_process(settings: EdgeSettings, copies: Path) -> Loader:
+    loading = settings.loading
+    source = ChunkSource(open_files(loading.address, attempt_s=loading.attempt_s), patience_s=loading.patience_s)
+    if loading.kind is LoaderKind.FANOTIFY:
+        check_fanotify(settings.state_dir)
+        return FanotifyLoader(source, settings.run_dir, settings.state_dir)
+    return FuseLoader(source, copies, settings.run_dir)
 
 
 def _backend(kind: BackendKind, settings: EdgeSettings, layers: LayerMounts) -> Backend:
