@@ -5,6 +5,7 @@ Pure: images are looked up in what the caller gives. Nothing here knows whether 
 
 from __future__ import annotations
 
+import platform
 import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -35,8 +36,8 @@ class BuildOptions:
     """Name or number of the stage to build; empty: the last."""
     network: bool = True
     """Whether RUN has the network the node offers."""
-    machine: str = "x86_64"
-    """Of the platform's nodes, as uname(2) has it."""
+    machine: str = field(default_factory=platform.machine)
+    """Of the platform's nodes, as uname(2) has it; default: of this machine."""
 
 
 Lookup = Callable[[str], ImageConfig]

@@ -12,12 +12,11 @@ from opendsec.errors import FileError, ProtocolError, TransportError
 
 
 class Relay:
-    """Passes one stream on. After `run`, `entries` is how many there were."""
+    """Passes one stream on."""
 
     def __init__(self, target: str, changes: Changes) -> None:
         self._target = os.fsencode(target)
         self._changes = changes
-        self.entries = 0
 
     async def run(self, chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
         """Everything but the mark at the end. Raises ProtocolError, TransportError when the stream was cut."""
@@ -51,7 +50,6 @@ class Relay:
             raise TransportError("the tree stream was cut")
 
     def _renamed(self, entry: TreeEntry) -> TreeEntry:
-        self.entries += 1
         name = b"/".join(part for part in (self._target, entry.name) if part)
         if not name:
             raise ProtocolError("a tree stream with an entry that has no name")

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -175,58 +176,66 @@ async def make_directory(sandbox: Sandbox, step: MakeDirectory, where: str) -> N
     """The directory and what is missing above it, the user's at that place."""
     owner = await _owner(sandbox, step.owner, where) if step.owner else Owner()
     root, missing = await _reachable(sandbox, step.path)
+    if missing:
+        await _refuse_in_the_way(sandbox, root, missing[0])
     items = _directories(missing, owner or Owner())
-    await sandbox.files.write_tree(root, lambda: _chunks(items))
+    await sandbox.files.write_tree(root, partial(_chunks, items))
 
 
 async def copy_context(sandbox: Sandbox, step: Copy, inputs: Inputs, where: str) -> None:
-    """Files of this machine, and documents in place."""
+    """Files of this machine, and documents in place; of two that have the same name the later one stays."""
     changes = Changes(owner=await _owner(sandbox, step.owner, where), mode=step.mode)
-    target = await _Target.of(sandbox, step, count=len(inputs.sources) + len(step.inline), where=where)
-    items: list[Item] = []
+    directories = await async_blocking(_has_directories, inputs, step)
+    count = len(inputs.sources) + len(step.inline)
+    target = await _Target.of(sandbox, step, count=count, directories=directories, where=where)
     for source in inputs.sources:
-        first = source.entries[0]
-        if step.unpack and not source.is_directory and await async_blocking(is_archive, first.where):
-            found = await async_blocking(archive_items, first.where, changes)
-            items += [*target.made(changes), *(_below(item, target.inside) for item in found)]
-        elif source.is_directory:
-            items += target.made(changes)
-            items += context_items(source, target.inside, changes, inputs.files, with_itself=False)
-        else:
-            items += target.parents(changes)
-            items += context_items(source, target.name_for(posixpath.basename(source.name)), changes, inputs.files)
+        items = await async_blocking(_items_of, source, step, target, changes, inputs)
+        await sandbox.files.write_tree(target.root, partial(_chunks, items))
     for one in step.inline:
-        items += [*target.parents(changes), inline_item(one.content, target.name_for(one.name), changes)]
-    if items:
-        await sandbox.files.write_tree(target.root, lambda: _chunks(items))
+        items = [*target.parents(changes), inline_item(one.content, target.name_for(one.name), changes)]
+        await sandbox.files.write_tree(target.root, partial(_chunks, items))
+
+
+def _has_directories(inputs: Inputs, step: Copy) -> bool:
+    return any(one.is_directory or (step.unpack and is_archive(one.entries[0].where)) for one in inputs.sources)
+
+
+def _items_of(source: Source, step: Copy, target: _Target, changes: Changes, inputs: Inputs) -> list[Item]:
+    first = source.entries[0]
+    if source.is_directory:
+        below = context_items(source, target.inside, changes, inputs.files, with_itself=False)
+        return [*target.made(changes), *below]
+    if step.unpack and is_archive(first.where):
+        return [*target.made(changes), *(_below(item, target.inside) for item in archive_items(first.where, changes))]
+    name = target.name_for(posixpath.basename(source.name))
+    return [*target.parents(changes), *context_items(source, name, changes, inputs.files)]
 
 
 async def copy_image(sandbox: Sandbox, other: Sandbox, step: Copy, where: str) -> None:
     """Files of another image, with their owners and attributes."""
     changes = Changes(owner=await _owner(sandbox, step.owner, where), mode=step.mode)
     names = [name for pattern in step.sources for name in await _named(other, pattern, where)]
-    target = await _Target.of(sandbox, step, count=len(names), where=where)
-    plan: list[tuple[list[Item], str, str]] = []
-    for name in names:
-        if await _is_directory(other, name):
-            plan.append((target.made(changes), target.inside, name))
+    kinds = [await _is_directory(other, name) for name in names]
+    target = await _Target.of(sandbox, step, count=len(names), directories=any(kinds), where=where)
+    for name, is_directory in zip(names, kinds, strict=True):
+        if is_directory:
+            pieces = partial(_relayed, other, name, target.inside, target.made(changes), changes)
         else:
-            plan.append((target.parents(changes), target.name_for(posixpath.basename(name)), name))
+            items, inside = target.parents(changes), target.name_for(posixpath.basename(name))
+            pieces = partial(_relayed, other, name, inside, items, changes)
+        copied = await sandbox.files.write_tree(target.root, pieces)
+        if not copied.files and not is_directory:
+            raise InvalidSpecError(f"{where}: {name!r} is neither a file, a directory nor a link")
 
-    async def pieces() -> AsyncIterator[bytes]:
-        for items, inside, name in plan:
-            for piece in stream(items, end=False):
-                yield piece
-            relay = Relay(inside, changes)
-            async with aclosing(other.files.read_tree(name)) as chunks:
-                async for piece in relay.run(chunks):
-                    yield piece
-            if not relay.entries and not await _is_directory(other, name):
-                raise InvalidSpecError(f"{where}: {name!r} is neither a file, a directory nor a link")
-        yield END
 
-    if plan:
-        await sandbox.files.write_tree(target.root, pieces)
+async def _relayed(other: Sandbox, name: str, inside: str, items: list[Item], changes: Changes) -> AsyncIterator[bytes]:
+    """The directories that have to be made, then what `name` is in the other sandbox."""
+    for piece in stream(items, end=False):
+        yield piece
+    async with aclosing(other.files.read_tree(name)) as chunks:
+        async for piece in Relay(inside, changes).run(chunks):
+            yield piece
+    yield END
 
 
 def _below(item: Item, directory: str) -> Item:
@@ -247,8 +256,8 @@ class _Target:
     """Files go into it, under their own names."""
 
     @staticmethod
-    async def of(sandbox: Sandbox, step: Copy, *, count: int, where: str) -> _Target:
-        """Looks into the sandbox."""
+    async def of(sandbox: Sandbox, step: Copy, *, count: int, directories: bool, where: str) -> _Target:
+        """Looks into the sandbox. `directories`: what is copied is one, or is unpacked into one."""
         if count > 1 and not step.into_directory:
             raise InvalidSpecError(
                 f"{where}: several sources need a directory: let the target end with /",
@@ -257,6 +266,8 @@ class _Target:
         root, missing = await _reachable(sandbox, step.target)
         if not missing:
             return _Target(root=root, missing=(), last="", is_directory=True)
+        if len(missing) > 1 or step.into_directory or directories:
+            await _refuse_in_the_way(sandbox, root, missing[0])
         return _Target(root=root, missing=missing[:-1], last=missing[-1], is_directory=step.into_directory)
 
     @property
@@ -323,6 +334,13 @@ async def _reachable(sandbox: Sandbox, path: str) -> tuple[str, tuple[str, ...]]
             below = parts[depth:]
             return root, tuple("/".join(below[: count + 1]) for count in range(len(below)))
     return "/", tuple(parts)
+
+
+async def _refuse_in_the_way(sandbox: Sandbox, root: str, name: str) -> None:
+    """A directory is to be made there: what is there must not be replaced by it."""
+    path = posixpath.join(root, name)
+    if await sandbox.files.exists(path):
+        raise FileError(f"{path} is in the way: it is no directory", detail={"path": path, "errno": "ENOTDIR"})
 
 
 async def _named(sandbox: Sandbox, pattern: str, where: str) -> list[str]:

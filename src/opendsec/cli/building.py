@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -77,9 +76,7 @@ def build_image(
                 name=_checked(name),
                 context=files.context,
                 ignore_file=files.ignore_file,
-                options=BuildOptions(
-                    arguments=_arguments(build_arg), target=target, network=network, machine=platform.machine()
-                ),
+                options=BuildOptions(arguments=_arguments(build_arg), target=target, network=network),
                 role=role,
                 cache=cache,
                 limits=Limits(memory_limit_mb=memory, cpu_cores_limit=cpus),
