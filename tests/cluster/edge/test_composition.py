@@ -104,6 +104,28 @@ async def test_a_workspace_hides_what_it_removed_and_leaves_no_ghosts(shared_con
     assert await seen(edge, script, image="other-base", workspace="work") == ["srv srv/new var/data var/data/c removed"]
 
 
+async def test_what_a_sandbox_removed_stays_removed_over_any_base(shared_containers: EdgeProcess) -> None:
+    edge, store = shared_containers, store_of(shared_containers)
+    files = {"/srv/gone": b"x", "/srv/kept": b"x", "/old/a/b": b"x", "/var/data/a": b"x"}
+    make_busybox_image(store, "base", files=files)
+    make_busybox_image(store, "other-base")
+    first = await edge.create(**LIFE, image="base")
+    await said(
+        edge, first, "rm /srv/gone; rm -r /old /var/data; mkdir /var/data; echo n > /var/data/n; echo w > /srv/w"
+    )
+    packed = await edge.client.post(
+        f"/v1/sandboxes/{first}/pack", json={"name": "packed", "alone": True, "replace": True}, timeout=60
+    )
+    assert '"error":{' not in packed.text, packed.text
+    script = (
+        "ls -d /old 2>/dev/null; find /srv /var/data | sort | tr '\n' ' '; ls -R /srv /var/data >/dev/null && echo ok"
+    )
+    assert await seen(edge, script, image="base", workspace="packed") == [
+        "/srv /srv/kept /srv/w /var/data /var/data/n ok"
+    ]
+    assert await seen(edge, script, image="other-base", workspace="packed") == ["/srv /srv/w /var/data /var/data/n ok"]
+
+
 async def test_toolkits_of_the_image_unless_the_create_names_others(shared_containers: EdgeProcess) -> None:
     edge, store = shared_containers, store_of(shared_containers)
     make_busybox_image(store, "base")

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator
 from contextlib import aclosing
@@ -180,6 +183,36 @@ async def test_creates_and_other_calls_do_not_wait_for_long_listings(
     assert counts[0] > 5_050
     assert len(waits) > 5
     assert sorted(waits)[len(waits) // 2] < 0.5
+
+
+async def test_the_command_line_asks_the_platform_that_is_named(shared_containers: EdgeProcess, tmp_path: Path) -> None:
+    store = store_of(shared_containers)
+    make_busybox_image(store, "base", files={"/srv/x": b"1"})
+    toolkit(store, "kit", {"/srv/y": "2"})
+
+    def opendsec_image(*words: str, status: int = 0) -> tuple[str, str]:
+        environment = {
+            **{name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")},
+            "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
+            "OPENDSEC_API_URL": f"unix:{shared_containers.socket}",
+            "OPENDSEC_API_KEY": "",
+            "OPENDSEC_STATE_DIR": str(tmp_path / "not-here"),
+        }
+        command = [sys.executable, "-m", "opendsec.main", "image", *words]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        assert done.returncode == status, done.stderr
+        return done.stdout, done.stderr
+
+    async def run(*words: str, status: int = 0) -> tuple[str, str]:
+        return await asyncio.to_thread(opendsec_image, *words, status=status)
+
+    made, _ = await run("compose", "task", "base", "--toolkit", "kit", "--replace")
+    assert made.startswith("image task: sha256:")
+    lines = (await run("tree", "task", "/srv", "--json"))[0].splitlines()
+    assert [json.loads(line)["path"] for line in lines] == ["/srv", "/srv/x", "/srv/y"]
+    _, err = await run("rm", "kit", status=1)
+    assert "task" in err
+    assert not (tmp_path / "not-here").exists()
 
 
 async def test_who_leaves_a_listing_leaves_nothing_open(

@@ -17,6 +17,7 @@ import pytest
 from tests.oci_layout import file, make_layout, tar_of
 
 from opendsec.linux.libc import umount2
+from opendsec.linux.mount import mountinfo
 from opendsec.main import main
 from opendsec.store.images import ImageStore
 from opendsec.store.location import open_location
@@ -228,6 +229,34 @@ def test_a_killed_build_leaves_no_process_and_no_files(disk: Path) -> None:
     assert {path.name for path in staging.iterdir()} == {".lock"}
     assert list((store.root / "staging").iterdir()) == []
     assert store.list() == []
+
+
+def test_images_are_looked_into_and_named_without_a_platform(image: Command, disk: Path) -> None:
+    (disk / "tree/gone").write_text("g")
+    image("import", "base", str(disk / "tree"))
+    (disk / "tree/gone").unlink()
+    (disk / "tree/f").write_text("CONTENT")
+    (disk / "tree/f").chmod(0o600)
+    (disk / "kit/opt").mkdir(parents=True)
+    (disk / "kit/opt/kit").symlink_to("nowhere")
+    image("import", "next", str(disk / "tree"))
+    image("import", "kit", str(disk / "kit"), "--role", "toolkit")
+    before = len(os.listdir("/proc/self/fd"))
+    out, _ = image("tree", "base", "--depth", "1")
+    assert [line.split()[-1] for line in out.splitlines()] == ["/", "/f", "/gone"]
+    out, err = image("diff", "base", "next", "--no-times")
+    assert out.splitlines() == ["M /f  (mode, content)", "D /gone"]
+    assert err == "0 added, 1 changed, 1 removed\n"
+    image("compose", "task", "base", "--toolkit", "kit")
+    image("tag", "stable", "task")
+    assert image.json("inspect", "stable")["toolkits"] == ["kit"]
+    assert image("tree", "stable", "/opt/kit")[0].rstrip().endswith("/opt/kit -> nowhere")
+    assert "toolkit" in image("ls", "kit")[0]
+    assert image.json("tree", "base", "/nope", status=1)["error"]["code"] == "not_found"
+    assert image.json("tag", "kit", "base", status=1)["error"]["code"] == "conflict"
+    assert image.json("compose", "x", "kit", status=1)["error"]["detail"]["field"] == "image"
+    assert len(os.listdir("/proc/self/fd")) == before
+    assert [entry.source for entry in mountinfo() if entry.source.startswith(str(disk))] == []
 
 
 def test_removed_collected_and_checked(image: Command, disk: Path) -> None:
