@@ -171,10 +171,9 @@ class _Collection:
         self._on_progress(Progress(phase="reading manifests"))
         named = needed_by_tags(self._layout) | self._claimed(self._half_done(content))
         needed = named | leased
-        lost_at = {f"{MANIFESTS}/{name}.json": ns / 1e9 for name, ns in self._old_claims.items()}
-        for name, ns in _times(self._layout.removed).items():
-            file = f"{MANIFESTS}/{name}.json"
-            lost_at[file] = max(ns / 1e9, lost_at.get(file, 0.0))
+        lost_at: dict[str, float] = {}
+        for name, at in (*self._old_claims.items(), *_times(self._layout.removed).items()):
+            lost_at[_manifest_of(name)] = max(at, lost_at.get(_manifest_of(name), 0.0))
         facts = Facts(
             content=content,
             needed=needed,
@@ -198,12 +197,12 @@ class _Collection:
         What a claim with its manifest needs is kept by the claim's time, as one of `lost_at`.
         """
         youngest = self._now - min(self._grace_s, CLAIM_S)
-        recent = (name for name, ns in self._old_claims.items() if ns / 1e9 > youngest)
-        return [name for name in recent if f"{MANIFESTS}/{name}.json" not in content]
+        recent = (name for name, at in self._old_claims.items() if at > youngest)
+        return [name for name in recent if _manifest_of(name) not in content]
 
     def _new_claims(self) -> list[str]:
         """Made since this collection began."""
-        return [name for name, ns in _times(self._layout.claims).items() if self._old_claims.get(name) != ns]
+        return [path.name for path in self._layout.claims.iterdir() if path.name not in self._old_claims]
 
     def _claimed(self, claims: Collection[str]) -> set[str]:
         """What these claims need. One that lacks something will not be published; the rest is kept all the same."""
@@ -211,7 +210,7 @@ class _Collection:
         for name in claims:
             with suppress(FileNotFoundError):
                 manifest = decode_manifest((self._layout.claims / name).read_bytes())
-                needed.files.add(f"{MANIFESTS}/{name}.json")
+                needed.files.add(_manifest_of(name))
                 needed.add_content(manifest)
         return needed.files
 
@@ -276,11 +275,11 @@ class _Collection:
     def _tidy(self) -> None:
         """Forget records that say nothing any more."""
         with locked(self._layout.lock):
-            for name, ns in _times(self._layout.claims).items():
-                if self._old_claims.get(name) == ns and self._now - ns / 1e9 > CLAIM_S:
+            for name, at in self._old_claims.items():
+                if self._now - at > CLAIM_S:
                     (self._layout.claims / name).unlink()
             for name in _times(self._layout.removed):
-                if not self._layout.content(f"{MANIFESTS}/{name}.json").exists():
+                if not self._layout.content(_manifest_of(name)).exists():
                     (self._layout.removed / name).unlink()
             for lease in read_leases(self._layout):
                 if self._now - lease.beat_at > _FORGOTTEN * self._lease_s:
@@ -303,14 +302,18 @@ def _sizes(layout: Layout) -> dict[str, int]:
     return found
 
 
-def _times(directory: Path) -> dict[str, int]:
-    """Modification times, ns, of the records in a directory: files named by the hex part of a digest."""
-    found: dict[str, int] = {}
+def _times(directory: Path) -> dict[str, float]:
+    """When each record in a directory was made. Records begin with the hex part of a manifest's digest."""
+    found: dict[str, float] = {}
     for path in directory.iterdir():
         with suppress(FileNotFoundError, ImageInvalidError):
-            hex_of(f"sha256:{path.name}")
-            found[path.name] = path.stat().st_mtime_ns
+            hex_of(f"sha256:{path.name.partition('.')[0]}")
+            found[path.name] = path.stat().st_mtime
     return found
+
+
+def _manifest_of(record: str) -> str:
+    return f"{MANIFESTS}/{record.partition('.')[0]}.json"
 
 
 def _read_seen(layout: Layout) -> dict[str, float]:

@@ -5,7 +5,7 @@
     <root>/tables/sha256/<hex>            those tables
     <root>/manifests/sha256/<hex>.json    canonical manifests; their digest is the image's
     <root>/tags/<quoted name>             which manifest a name means now, since when, and where it came from
-    <root>/claims/<hex>                   manifests published lately: what they need is not garbage (`gc`)
+    <root>/claims/<hex>.<token>           manifests published lately: what they need is not garbage (`gc`)
     <root>/removed/<hex>                  when a manifest last lost a name
     <root>/nodes/<node>/                  leases: what a node has mounted (`leases`)
     <root>/staging/<token>/               work in progress of live processes, with `<token>.lock` beside it

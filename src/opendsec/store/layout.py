@@ -7,6 +7,7 @@ speaks of such paths, so none of them has to know what kinds there are.
 from __future__ import annotations
 
 import re
+import secrets
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,8 +122,8 @@ class Layout:
         return self.tags / tag_file_name(name)
 
     def claim(self, digest: str) -> Path:
-        """The claim of a manifest."""
-        return self.claims / hex_of(digest)
+        """A new claim of a manifest: each has a name of its own, for times may be as coarse as seconds."""
+        return self.claims / f"{hex_of(digest)}.{secrets.token_hex(4)}"
 
     def removal(self, digest: str) -> Path:
         """The record that a manifest lost a name."""

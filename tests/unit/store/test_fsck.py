@@ -49,7 +49,7 @@ def everything(store: ImageStore) -> dict[str, bytes]:
     return {
         str(path.relative_to(store.root)): path.read_bytes()
         for path in store.root.rglob("*")
-        if path.is_file() and "staging" not in path.parts and path.suffix != ".lock" and path.name != "lock"
+        if path.is_file() and not {"staging", "claims"} & set(path.parts) and not path.name.endswith("lock")
     }
 
 

@@ -242,6 +242,24 @@ def test_a_publisher_that_comes_between_loses_nothing(
 
 
 @pytest.mark.parametrize("step", STEPS)
+def test_times_as_coarse_as_seconds(store: ImageStore, monkeypatch: pytest.MonkeyPatch, step: str) -> None:
+    """The new claim has the very time of the old one."""
+    publish(store, "old", b"1", b"2")
+    store.remove("old")
+
+    def again() -> None:
+        publish(store, "new", b"1", b"2")
+        for path in (*store.layout.claims.iterdir(), *store.layout.removed.iterdir()):
+            os.utime(path, (1e9, 1e9))
+
+    for path in store.layout.claims.iterdir():
+        os.utime(path, (1e9, 1e9))
+    _between(monkeypatch, step, again)
+    collect(store, grace_s=0)
+    assert files_of(store.get("new")) == content(store)
+
+
+@pytest.mark.parametrize("step", STEPS)
 def test_a_publisher_that_uses_a_layer_again_loses_nothing(
     store: ImageStore, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:

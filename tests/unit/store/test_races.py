@@ -15,7 +15,7 @@ from opendsec.store.fsck import check
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore, StagedLayer
 
-PROCESSES, TURNS, CONTENTS = 6, 200, 8
+PROCESSES, TURNS, CONTENTS = 4, 260, 8
 
 
 def content_of(number: int) -> bytes:
@@ -46,12 +46,11 @@ class Life:
         self.own: dict[str, str] = {}
 
     def run(self) -> None:
-        for _ in range(TURNS):
+        for number in range(TURNS):
             turn = self.random.choice([self.publish, self.publish, self.again, self.remove, self.look, self.collect])
             turn()
-            for name, digest in self.own.items():
-                image = self.store.get(name)
-                assert image.digest == digest
+            for name in self.own if number % 10 == 9 else list(self.own)[:1]:
+                assert self.store.get(name).digest == self.own[name]
                 assert_whole(self.store, self.store.compose(name))
         for name in list(self.own)[1:]:
             self.store.remove(name, force=True)
