@@ -16,11 +16,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from opendsec.build.context import Context, digest_sources
+from opendsec.build.copying import Inputs, copy_context, copy_image, make_directory
 from opendsec.build.dockerfile import Dockerfile, parse_dockerfile
 from opendsec.build.events import BuildNote, BuiltImage, OnEvent, StepBegun, StepDone, StepOutput
 from opendsec.build.plan import SCRATCH, BuildOptions, images_named, make_plan
 from opendsec.build.steps import Copy, MakeDirectory, Plan, Run, Stage, Step, step_key
-from opendsec.build.taking import Guests, Inputs, Limits, copy_context, copy_image, make_directory, run
+from opendsec.build.taking import Guests, Limits, run
 from opendsec.build.template import Template
 from opendsec.client._async.client import DSecClient
 from opendsec.client._async.sandbox import Sandbox

@@ -6,24 +6,19 @@ Pure: images are looked up in what the caller gives. Nothing here knows whether 
 from __future__ import annotations
 
 import platform
-import posixpath
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from opendsec.build.dockerfile import Dockerfile, Instruction, bad, unsupported
-from opendsec.build.steps import Copy, Inline, MakeDirectory, Plan, Run, Stage, Step
-from opendsec.build.words import WordError, expand, expand_document
+from opendsec.build.stage import PROXY_ARGUMENTS, StagePlanner
+from opendsec.build.steps import Copy, Plan, Stage
+from opendsec.build.words import WordError, expand
 from opendsec.errors import InvalidSpecError
 from opendsec.model.image import ImageConfig
 
 SCRATCH = "scratch"
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-_SHELL = ("/bin/sh", "-c")
-_PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "FTP_PROXY", "NO_PROXY", "ALL_PROXY")
-_PROXY_ARGUMENTS = frozenset([*_PROXIES, *(name.lower() for name in _PROXIES)])
-_NOTED = "dev.opendsec.dockerfile."
-_MODE = re.compile(r"0?[0-7]{3,4}\Z")
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -59,7 +54,7 @@ def make_plan(dockerfile: Dockerfile, options: BuildOptions, lookup: Lookup) -> 
     stages = planner.stages()
     target = _target(stages, options.target)
     needed = _needed(stages, target)
-    unused = sorted(set(options.arguments) - planner.used - _PROXY_ARGUMENTS)
+    unused = sorted(set(options.arguments) - planner.used - PROXY_ARGUMENTS)
     notes = [*planner.notes, *(f"the argument {name} is used by no ARG" for name in unused)]
     return Plan(stages=tuple(stages[index] for index in sorted(needed)), notes=tuple(notes))
 
@@ -94,8 +89,10 @@ class _Planner:
 
     def __init__(self, dockerfile: Dockerfile, options: BuildOptions, lookup: Lookup) -> None:
         self._file = dockerfile
-        self.options = options
-        self.lookup = lookup
+        self._given = options.arguments
+        self._lookup = lookup
+        self.network = options.network
+        self.proxies = {name: value for name, value in options.arguments.items() if name in PROXY_ARGUMENTS}
         self.escape = dockerfile.escape
         self.used: set[str] = set()
         self.notes: list[str] = []
@@ -103,7 +100,7 @@ class _Planner:
         self.globals: dict[str, str] = platform_arguments(options.machine)
 
     def stages(self) -> list[Stage]:
-        stage: _StagePlanner | None = None
+        stage: StagePlanner | None = None
         for instruction in self._file.instructions:
             if instruction.name == "FROM":
                 self._finish(stage)
@@ -119,7 +116,7 @@ class _Planner:
         self._finish(stage)
         return self.done
 
-    def _finish(self, stage: _StagePlanner | None) -> None:
+    def _finish(self, stage: StagePlanner | None) -> None:
         if stage is not None:
             self.done.append(stage.stage())
 
@@ -134,7 +131,7 @@ class _Planner:
     def given(self, name: str) -> str | None:
         """What the user said for an argument."""
         self.used.add(name)
-        return self.options.arguments.get(name)
+        return self._given.get(name)
 
     def arguments(self, at: Instruction, variables: Mapping[str, str]) -> list[tuple[str, str | None]]:
         """Names and defaults of an ARG."""
@@ -159,7 +156,7 @@ class _Planner:
         except WordError as error:
             raise bad(at, str(error)) from error
 
-    def _begin(self, at: Instruction) -> _StagePlanner:
+    def _begin(self, at: Instruction) -> StagePlanner:
         words = at.arguments
         if len(words) not in (1, 3) or (len(words) == 3 and words[1].upper() != "AS"):
             raise bad(at, "FROM takes an image, and perhaps AS and a name")
@@ -173,14 +170,18 @@ class _Planner:
         stage = Stage(index=len(self.done), name=name, line=at.line)
         below = self.stage_named(image)
         if below is not None:
-            return _StagePlanner(self, replace(stage, base_stage=below.index), below.config)
+            return StagePlanner(self, replace(stage, base_stage=below.index), below.config)
         if image == SCRATCH:
-            return _StagePlanner(self, stage, ImageConfig(env={"PATH": DEFAULT_PATH}))
-        return _StagePlanner(self, replace(stage, base_image=image), self.lookup(image))
+            return StagePlanner(self, stage, ImageConfig(env={"PATH": DEFAULT_PATH}))
+        return StagePlanner(self, replace(stage, base_image=image), self._lookup(image))
 
     def stage_named(self, name: str) -> Stage | None:
         """An earlier stage; the latest of that name."""
         return next((stage for stage in reversed(self.done) if stage.name and stage.name == name.lower()), None)
+
+    def stage_numbered(self, number: int) -> bool:
+        """Whether there is an earlier stage of that number."""
+        return number < len(self.done)
 
     def _check_platform(self, at: Instruction) -> None:
         for flag in at.flags:
@@ -206,246 +207,3 @@ def platform_arguments(machine: str) -> dict[str, str]:
             f"{side}VARIANT": variant,
         }
     return found
-
-
-class _StagePlanner:
-    """One stage, instruction by instruction."""
-
-    def __init__(self, planner: _Planner, stage: Stage, config: ImageConfig) -> None:
-        self._planner = planner
-        self._stage = stage
-        self._config = replace(config, env=dict(config.env))
-        self._arguments: dict[str, str] = {}
-        self._shell: tuple[str, ...] = _SHELL
-        self._cmd_said = False
-        self._steps: list[Step] = []
-
-    def stage(self) -> Stage:
-        return replace(self._stage, steps=tuple(self._steps), config=self._config)
-
-    def take(self, at: Instruction) -> None:
-        takers: dict[str, Callable[[Instruction], None]] = {
-            "ADD": self._copy,
-            "ARG": self._arg,
-            "CMD": self._cmd,
-            "COPY": self._copy,
-            "ENTRYPOINT": self._entrypoint,
-            "ENV": self._env,
-            "LABEL": self._label,
-            "MAINTAINER": self._maintainer,
-            "ONBUILD": self._onbuild,
-            "RUN": self._run,
-            "SHELL": self._set_shell,
-            "USER": self._user,
-            "WORKDIR": self._workdir,
-        }
-        takers.get(at.name, self._noted)(at)
-
-    # words
-
-    def _variables(self) -> dict[str, str]:
-        """ENV always wins over ARG."""
-        return {**self._arguments, **self._config.env}
-
-    def _expand(self, at: Instruction, word: str) -> str:
-        return self._planner.expanded(at, word, self._variables())
-
-    def _pairs(self, at: Instruction) -> dict[str, str]:
-        """All values of one instruction see the variables as they were before it."""
-        words = at.arguments
-        if not words or len(words) % 2:
-            raise bad(at, f"{at.name} takes NAME=value")
-        names = [self._expand(at, word) for word in words[::2]]
-        values = [self._expand(at, word) for word in words[1::2]]
-        if "" in names:
-            raise bad(at, f"{at.name}: a name is empty")
-        return dict(zip(names, values, strict=True))
-
-    def _one(self, at: Instruction) -> str:
-        if len(at.arguments) != 1 or not (word := self._expand(at, at.arguments[0])):
-            raise bad(at, f"{at.name} takes exactly one argument, which is not empty")
-        return word
-
-    # configuration
-
-    def _set(self, **changes: object) -> None:
-        self._config = replace(self._config, **changes)  # type: ignore[arg-type]
-
-    def _env(self, at: Instruction) -> None:
-        self._set(env={**self._config.env, **self._pairs(at)})
-
-    def _label(self, at: Instruction) -> None:
-        self._set(labels={**self._config.labels, **self._pairs(at)})
-
-    def _maintainer(self, at: Instruction) -> None:
-        self._set(labels={**self._config.labels, "maintainer": self._one(at)})
-
-    def _arg(self, at: Instruction) -> None:
-        for name, default in self._planner.arguments(at, self._variables()):
-            value = self._planner.given(name)
-            if value is None:
-                value = self._planner.globals.get(name) if default is None else default
-            if value is not None:
-                self._arguments[name] = value
-
-    def _user(self, at: Instruction) -> None:
-        self._set(user=self._one(at))
-
-    def _workdir(self, at: Instruction) -> None:
-        path = _joined(self._config.workdir, self._one(at))
-        self._set(workdir=path)
-        self._steps.append(MakeDirectory(line=at.line, text=at.text, path=path, owner=self._config.user))
-
-    def _set_shell(self, at: Instruction) -> None:
-        if not at.json or not at.arguments:
-            raise bad(at, 'SHELL takes a JSON list, like ["/bin/bash", "-c"]')
-        self._shell = at.arguments
-
-    def _command(self, at: Instruction) -> tuple[str, ...]:
-        return at.arguments if at.json else (*self._shell, *at.arguments[:1])
-
-    def _cmd(self, at: Instruction) -> None:
-        self._cmd_said = True
-        self._set(cmd=self._command(at))
-
-    def _entrypoint(self, at: Instruction) -> None:
-        """A new entry point has no use for the arguments of the base's."""
-        self._set(entrypoint=self._command(at), cmd=self._config.cmd if self._cmd_said else ())
-
-    def _noted(self, at: Instruction) -> None:
-        """EXPOSE, VOLUME, STOPSIGNAL, HEALTHCHECK: nothing here acts on them. Kept as labels, and said."""
-        said = [word if at.name == "HEALTHCHECK" else self._expand(at, word) for word in at.arguments]
-        label = f"{_NOTED}{at.name.lower()}"
-        before = self._config.labels.get(label, "").split() if at.name in {"EXPOSE", "VOLUME"} else []
-        value = " ".join(dict.fromkeys([*before, *at.flags, *said]))
-        self._set(labels={**self._config.labels, label: value})
-        self._planner.notes.append(f"{at.where}: {at.name} has no effect on sandboxes; it is kept as the label {label}")
-
-    def _onbuild(self, at: Instruction) -> None:
-        raise unsupported(at, "ONBUILD", remedy="write the instruction into the Dockerfile that is to have it")
-
-    # steps
-
-    def _run(self, at: Instruction) -> None:
-        network = self._planner.options.network
-        for flag in at.flags:
-            key, _, value = flag.partition("=")
-            if key == "--mount":
-                raise unsupported(
-                    at,
-                    f"RUN --mount={value}",
-                    remedy="COPY what is needed and remove it in the same RUN; steps that did not change are not "
-                    "taken again anyway",
-                )
-            if key == "--network" and value in {"none", "default"}:
-                network = network and value == "default"
-                continue
-            raise unsupported(at, f"RUN {flag}", remedy="leave it out")
-        keyed = {name: value for name, value in self._arguments.items() if name not in _PROXY_ARGUMENTS}
-        proxies = {name: value for name, value in self._planner.options.arguments.items() if name in _PROXY_ARGUMENTS}
-        self._steps.append(
-            Run(
-                line=at.line,
-                text=at.text,
-                argv=self._argv(at),
-                env={**keyed, **self._config.env},
-                user=self._config.user,
-                workdir=self._config.workdir,
-                network=network,
-                unkeyed_env=proxies,
-            )
-        )
-
-    def _argv(self, at: Instruction) -> tuple[str, ...]:
-        if not at.arguments or not at.arguments[0].strip():
-            raise bad(at, "RUN takes a command")
-        if at.json or not at.heredocs:
-            return self._command(at)
-        if len(at.heredocs) == 1 and re.fullmatch(r"<<-?[\"']?\S+", at.arguments[0].strip()):
-            script = at.heredocs[0].content
-            if script.startswith("#!"):
-                raise unsupported(at, "a script with #! of its own", remedy="write RUN INTERPRETER <<EOF")
-            return (*self._shell, script)
-        text = re.sub(r"\A\s*RUN\s+", "", at.text, flags=re.IGNORECASE)
-        for flag in at.flags:
-            text = text.removeprefix(flag).lstrip()
-        return (*self._shell, text)
-
-    def _copy(self, at: Instruction) -> None:
-        flags = self._copy_flags(at)
-        words = [self._expand(at, word) for word in at.arguments]
-        if len(words) < 2:
-            raise bad(at, f"{at.name} takes at least one source and a target")
-        *sources, target = words
-        inline = self._inline(at)
-        plain = [word for word, raw in zip(sources, at.arguments, strict=False) if not raw.startswith("<<")]
-        for source in plain:
-            if re.match(r"(?:https?|git|ssh)://|git@", source):
-                raise unsupported(at, f"a source from the network ({source})", remedy="fetch it with RUN")
-        many = len(plain) + len(inline) > 1
-        if many and not target.endswith("/"):
-            raise bad(at, f"{at.name} of several sources needs a directory: let the target end with /")
-        self._steps.append(
-            Copy(
-                line=at.line,
-                text=at.text,
-                sources=tuple(plain),
-                target=_joined(self._config.workdir, target),
-                into_directory=target.endswith(("/", "/.")) or target == ".",
-                inline=inline,
-                unpack=at.name == "ADD",
-                **flags,  # type: ignore[arg-type]
-            )
-        )
-
-    def _inline(self, at: Instruction) -> tuple[Inline, ...]:
-        variables, escape = self._variables(), self._planner.escape
-        try:
-            return tuple(
-                Inline(
-                    name=one.name,
-                    content=expand_document(one.content, variables, escape=escape) if one.expand else one.content,
-                )
-                for one in at.heredocs
-            )
-        except WordError as error:
-            raise bad(at, str(error)) from error
-
-    def _copy_flags(self, at: Instruction) -> dict[str, object]:
-        found: dict[str, object] = {}
-        for flag in at.flags:
-            key, _, value = flag.partition("=")
-            match key:
-                case "--from" if at.name == "COPY":
-                    found |= self._from(at, value)
-                case "--chown":
-                    found["owner"] = self._expand(at, value)
-                case "--chmod":
-                    found["mode"] = self._mode(at, self._expand(at, value))
-                case "--link":
-                    pass  # The same files; how layers share them is ours to decide.
-                case _:
-                    raise unsupported(at, f"{at.name} {key}", remedy="name what is wanted, or use .dockerignore")
-        return found
-
-    def _mode(self, at: Instruction, text: str) -> int:
-        if not _MODE.match(text):
-            raise bad(at, f"--chmod: {text!r} is not a mode like 755 or 0644")
-        return int(text, 8)
-
-    def _from(self, at: Instruction, name: str) -> dict[str, object]:
-        stage = self._planner.stage_named(name)
-        if stage is not None:
-            return {"from_stage": stage.index}
-        if name.isdigit():
-            if int(name) >= len(self._planner.done):
-                raise bad(at, f"--from: there is no stage {name} before this one")
-            return {"from_stage": int(name)}
-        if not name:
-            raise bad(at, "--from names nothing")
-        return {"from_image": name}
-
-
-def _joined(directory: str, path: str) -> str:
-    joined = posixpath.normpath(posixpath.join(directory, path))
-    return f"/{joined.lstrip('/')}"
