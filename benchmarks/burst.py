@@ -246,9 +246,9 @@ def main() -> None:
                 tars=node.shared / "tars",
             )
             found[name] = arm(name, node, burst, options.state)
+            results.write_text(json.dumps({"megabytes_s": options.megabytes_s, "arms": found}), encoding="utf-8")
     work_dir.rmdir()
     compare(found)
-    results.write_text(json.dumps({"megabytes_s": options.megabytes_s, "arms": found}), encoding="utf-8")
 
 
 if __name__ == "__main__":
