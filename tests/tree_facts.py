@@ -20,6 +20,8 @@ def tree_of(root: Path, *, times: bool = True, skip: Container[str] = ()) -> dic
     tops = [Path(root, name) for name in os.listdir(root) if name not in skip]
     paths = [root, *tops]
     for one in tops:
+        if one.is_symlink():
+            continue  # os.walk would follow it.
         paths += (Path(top, name) for top, below, names in os.walk(one) for name in (*below, *names))
     for path in paths:
         status = os.lstat(f"{root}/.") if path == root else os.lstat(path)  # The root may be a descriptor's magic link.

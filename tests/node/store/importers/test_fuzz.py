@@ -1,4 +1,5 @@
-"""Damaged archives end in an error of ours or in a tree inside the directory, never in anything else."""
+"""Damaged archives end in an error of ours or in a tree inside the directory, never in anything else; and layers laid
+over each other by the kernel show what the same layers written into one tree do, whatever is in them."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ import tarfile
 from pathlib import Path
 
 import pytest
+from tests.node.store.importers.showing import imported, shown
 from tests.node.store.importers.test_oci import BASE
-from tests.oci_layout import Entry, directory, file, hardlink, symlink, tar_of
+from tests.oci_layout import Entry, directory, file, hardlink, make_layout, symlink, tar_of
+from tests.tree_facts import difference, tree_of
 
 from opendsec.errors import ImageError
 from opendsec.store.durable import remove_tree
+from opendsec.store.images import ImageStore
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.tar import opened_archive
 from opendsec.store.importers.unpack import TreeWriter
@@ -110,3 +114,65 @@ def test_damage_never_surprises(disk: Path, kind: str) -> None:
         assert sorted(os.listdir(disk)) == ["archive", "outside"]
     assert os.lstat(disk / "outside") == before
     assert accepted > 0 or kind == "gzip"
+
+
+LAYERED = ("a", "a/b", "a/b/c", "a/d", "l", "l/x", "b", "b/c", "b/d", "c", "/a", "./")
+HIDING = (
+    ".wh.a",
+    ".wh.b",
+    ".wh.l",
+    "a/.wh.b",
+    "a/.wh.c",
+    "a/b/.wh.c",
+    ".wh..wh..opq",
+    "a/.wh..wh..opq",
+    "l/.wh..wh..opq",
+)
+
+
+def layered_entry(rng: random.Random, files: list[str]) -> Entry:
+    """Mostly entries that can be applied; `files` remembers names that links may lead to."""
+    if rng.random() < 0.3:
+        return file(rng.choice(HIDING))
+    name, mtime = rng.choice(LAYERED), rng.randrange(1, 10**9)
+    xattrs = {"user.x": b"%d" % mtime} if rng.random() < 0.3 else {}
+    kind = rng.randrange(6)
+    if kind == 0 or name == "./":
+        return directory(
+            name, mode=rng.choice((0o755, 0o700, 0o3777)), uid=rng.randrange(3), mtime=mtime, xattrs=xattrs
+        )
+    if kind == 1:
+        return symlink(name, rng.choice(("a", "..", "/", "b", "a/b", "b/c")), mtime=mtime)
+    if kind == 2 and files:
+        return hardlink(name, rng.choice(files))
+    if kind == 3:
+        return Entry(name=name, kind=rng.choice((tarfile.FIFOTYPE, tarfile.CHRTYPE)), device=(1, 3), mtime=mtime)
+    files.append(name)
+    return file(name, rng.randbytes(rng.randrange(900)), mtime=mtime, mode=rng.choice((0o644, 0o4755)), xattrs=xattrs)
+
+
+@pytest.mark.erofs
+@pytest.mark.overlay
+@pytest.mark.timeout(600)
+def test_layers_apart_and_together_are_the_same_tree(store: ImageStore, disk: Path) -> None:
+    rng = random.Random("layers")
+    same = 0
+    for number in range(ROUNDS // 4):
+        files: list[str] = []
+        layers = [[layered_entry(rng, files) for _ in range(rng.randint(1, 8))] for _ in range(rng.randint(2, 4))]
+        layout = make_layout(disk / f"layout{number}", layers)
+        found: list[dict[str, tuple[object, ...]] | str] = []
+        for collapse_bytes in (0, 1 << 30):
+            try:
+                image = imported(store, "x", layout, collapse_bytes=collapse_bytes, replace=True)
+                with shown(store, image.layers) as tree:
+                    found.append(tree_of(tree))
+            except ImageError as error:
+                found.append(error.message)
+        apart, together = found
+        if isinstance(apart, str) or isinstance(together, str):
+            assert apart == together
+        else:
+            assert not difference(apart, together), layers
+            same += 1
+    assert same > ROUNDS // 20
