@@ -39,14 +39,15 @@ def assert_whole(store: ImageStore, image: Image) -> None:
 class Life:
     """One process: names of its own, which nobody else touches, and names that all share."""
 
-    def __init__(self, root: Path, seed: int) -> None:
+    def __init__(self, root: Path, seed: int, *, turns: int = TURNS) -> None:
         self.store = ImageStore(root)
         self.random = random.Random(seed)
         self.seed = seed
+        self.turns = turns
         self.own: dict[str, str] = {}
 
     def run(self) -> None:
-        for number in range(TURNS):
+        for number in range(self.turns):
             turn = self.random.choice([self.publish, self.publish, self.again, self.remove, self.look, self.collect])
             turn()
             for name in self.own if number % 10 == 9 else list(self.own)[:1]:
