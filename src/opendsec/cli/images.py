@@ -16,7 +16,7 @@ from opendsec.cli.image_group import Images, app, with_images
 from opendsec.cli.output import Json, note, print_json, print_line, print_table, size, when
 from opendsec.model.file import FileKind
 from opendsec.model.image import BUILD_CACHE
-from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
+from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, StartLayer, TreeEntry
 
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A name, or name@sha256:… for what it meant once.")]
 NewName = Annotated[str, typer.Argument(metavar="NAME", help="The name to give.")]
@@ -101,26 +101,32 @@ def rows_of(details: ImageDetails) -> list[tuple[str, str]]:
     if details.start_layers:
         rows += [
             ("start size", size(details.start_size_bytes)),
-            ("shared", f"{size(details.shared_bytes)} with other images"),
+            ("shared", _shared(details.shared_bytes)),
             ("start reads", _start_cost(details)),
             ("start digest", details.start_digest),
         ]
     rows += [("part", f"{part.kind.value} {part.pinned}") for part in details.parts]
-    rows += [
-        ("layer", f"{one.layer.digest} {one.layer.role.value} {size(one.layer.size_bytes)} in {_images(one.images)}")
-        for one in details.start_layers
-    ]
+    rows += [("layer", _layer(one)) for one in details.start_layers]
     rows += [("user", config.user or "root"), ("workdir", config.workdir)]
     rows += [("env", f"{key}={value}") for key, value in config.env.items()]
     rows += [("entrypoint", part) for part in config.entrypoint] + [("cmd", part) for part in config.cmd]
     rows += [("label", f"{key}={value}") for key, value in config.labels.items()]
     rows += [("used by", name) for name in details.used_by]
+    if details.used_by_count is None:
+        return rows
     more = details.used_by_count - len(details.used_by)
     return [*rows, ("used by", f"and {more} more")] if more > 0 else rows
 
 
-def _images(count: int) -> str:
-    return f"{count} image" if count == 1 else f"{count} images"
+def _shared(amount: int | None) -> str:
+    return "not known: the store is remote" if amount is None else f"{size(amount)} with other images"
+
+
+def _layer(one: StartLayer) -> str:
+    known = f"{one.layer.digest} {one.layer.role.value} {size(one.layer.size_bytes)}"
+    if one.images is None:
+        return known
+    return f"{known} in {one.images} image{'' if one.images == 1 else 's'}"
 
 
 def _start_cost(details: ImageDetails) -> str:

@@ -152,7 +152,7 @@ async def main(settings: EdgeSettings) -> None:
         store, layers = _store_and_layers(settings, stack)
         images: ImageSource = AnyImage() if only_dummy else store
         writable = None if only_dummy or isinstance(store, RemoteStore) else store
-        desk = None if writable is None else stack.enter_context(ImageDesk(writable, layers))
+        desk = None if only_dummy else stack.enter_context(ImageDesk(store, layers))
         packing = None if writable is None else Packing(writable)
         backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
         async with Node(settings.node, backends=backends, images=images, version=_version()) as node:

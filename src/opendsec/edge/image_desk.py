@@ -16,12 +16,14 @@ from contextlib import closing
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
+from opendsec.errors import UnsupportedError
 from opendsec.model.image import Image
 from opendsec.model.image_view import ImageDetails, ImageSummary
 from opendsec.store.catalogue import Catalogue
 from opendsec.store.compose import to_look_at
 from opendsec.store.diff import differences
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.sources import open_files
 from opendsec.store.mounts import LayerMounts
 from opendsec.store.start_cost import recorded_starts
@@ -42,10 +44,11 @@ BATCH_S = 0.2
 class ImageDesk:
     """A context manager; leaving it waits for no listing: those that are read end at their next line."""
 
-    def __init__(self, store: ImageStore, layers: LayerMounts) -> None:
+    def __init__(self, store: ImageStore | RemoteStore, layers: LayerMounts) -> None:
         self._store = store
         self._layers = layers
-        self._catalogue = Catalogue(store, start_cost=recorded_starts(open_files(str(store.root))))
+        files = store.files if isinstance(store, RemoteStore) else open_files(str(store.root))
+        self._catalogue = Catalogue(store, start_cost=recorded_starts(files))
         self._pool = ThreadPoolExecutor(THREADS, thread_name_prefix="images")
 
     def __enter__(self) -> Self:
@@ -67,20 +70,30 @@ class ImageDesk:
     async def tag(self, request: TagRequest) -> ImageSummary:
         """See `store.tagging.tag_image`."""
         await self._run(
-            tag_image, self._store, request.name, request.image, config=request.config, replace=request.replace
+            tag_image, self._writable(), request.name, request.image, config=request.config, replace=request.replace
         )
         return await self._run(self._catalogue.summary, request.name)
 
     async def compose(self, name: str, wanted: Composition, *, replace: bool) -> ImageSummary:
         """See `store.tagging.compose_image`."""
-        await self._run(compose_image, self._store, name, wanted, replace=replace)
+        await self._run(compose_image, self._writable(), name, wanted, replace=replace)
         return await self._run(self._catalogue.summary, name)
 
     async def remove(self, name: str, *, force: bool) -> ImageSummary:
         """Forget a name; what it meant. See `ImageStore.remove`."""
+        store = self._writable()
         summary = await self._run(self._catalogue.summary, name)
-        await self._run(self._store.remove, name, force=force)
+        await self._run(store.remove, name, force=force)
         return summary
+
+    def _writable(self) -> ImageStore:
+        """Raises UnsupportedError for a remote store."""
+        if isinstance(self._store, RemoteStore):
+            raise UnsupportedError(
+                f"names cannot be changed in {self._store.files.address}: this node only reads that store",
+                remedy="change them in a directory and bring it there with `opendsec image sync`",
+            )
+        return self._store
 
     def tree(self, reference: str, path: str, *, depth: int | None) -> AsyncGenerator[bytes]:
         """Lines of TreeEntry. Raises ImageNotFoundError, NotFoundError, and what mounting a layer does."""

@@ -23,8 +23,9 @@ class ImageSummary:
     """Of its own layers, each once, lowest first."""
     layer_count: int
     size_bytes: int
-    shared_bytes: int
-    """Of those, in layers that at least one other image of the store is started with as well."""
+    shared_bytes: int | None
+    """Of those, in layers that at least one other image of the store is started with as well. None: the store is
+    remote, and not read as a whole for it."""
     base: str = ""
     toolkits: tuple[str, ...] = ()
     problem: str = ""
@@ -36,8 +37,8 @@ class StartLayer:
     """One layer of a start."""
 
     layer: Layer
-    images: int
-    """Images of the store that are started with it, this one included."""
+    images: int | None
+    """Images of the store that are started with it, this one included. None: as with `shared_bytes`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,8 +74,8 @@ class ImageDetails:
     start_layers: tuple[StartLayer, ...] = ()
     """Its layers, lowest first."""
     start_size_bytes: int = 0
-    shared_bytes: int = 0
-    """Of `start_layers`, in layers other images are started with as well."""
+    shared_bytes: int | None = 0
+    """Of `start_layers`, in layers other images are started with as well. None: the store is remote."""
     metadata_bytes: int = 0
     """Of `start_layers`: what a start copies to the node before anything else."""
     start_cost: StartCost | None = None
@@ -84,7 +85,8 @@ class ImageDetails:
     then."""
     used_by: tuple[str, ...] = ()
     """Names of images that refer to it by its name, at most MAX_USED_BY."""
-    used_by_count: int = 0
+    used_by_count: int | None = 0
+    """None: the store is remote."""
 
 
 MAX_USED_BY = 100

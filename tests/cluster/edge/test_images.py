@@ -180,7 +180,7 @@ async def test_creates_and_other_calls_do_not_wait_for_long_listings(
         await asyncio.sleep(0.01)
     counts = [listing.result() for listing in listings]
     assert len(set(counts)) == 1
-    assert counts[0] > 5_050
+    assert counts[0] > 1_550
     assert len(waits) > 5
     assert sorted(waits)[len(waits) // 2] < 0.5
 

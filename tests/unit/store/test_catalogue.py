@@ -12,6 +12,8 @@ from opendsec.model.image import Image, ImageConfig, LayerRole
 from opendsec.model.image_view import StartCost
 from opendsec.store.catalogue import Catalogue
 from opendsec.store.images import ImageStore
+from opendsec.store.loading.remote import RemoteStore
+from opendsec.store.loading.sources import open_files
 
 
 @pytest.fixture
@@ -155,3 +157,25 @@ def test_a_circle_ends(store: ImageStore) -> None:
     publish(store, "a", "a", base="b")
     details = Catalogue(store).details("a")
     assert "circle" in details.problem
+
+
+def test_a_remote_store_is_told_without_what_is_not_known(store: ImageStore) -> None:
+    base = publish(store, "base", "12345")
+    publish(store, "rg", "1234567", role=LayerRole.TOOLKIT)
+    publish(store, "task", "12", role=LayerRole.WORKSPACE, base="base", toolkits=["rg"])
+    (store.root / "tags/torn").write_bytes(b"{")
+    remote = Catalogue(RemoteStore(open_files(str(store.root))))
+    page, cursor = remote.page(limit=3)
+    assert [(one.name, one.size_bytes, one.shared_bytes) for one in page] == [
+        ("base", 5, None),
+        ("rg", 7, None),
+        ("task", 2, None),
+    ]
+    [torn] = remote.page(limit=3, after=cursor)[0]
+    assert (torn.name, bool(torn.problem)) == ("torn", True)
+    details, known = remote.details("task"), Catalogue(store).details("task")
+    assert (details.start_digest, details.parts, details.layers) == (known.start_digest, known.parts, known.layers)
+    assert (details.shared_bytes, details.used_by_count, details.start_layers[0].images) == (None, None, None)
+    assert remote.summary("base").digest == base.digest
+    with pytest.raises(ImageNotFoundError):
+        remote.details("nope")
