@@ -73,15 +73,15 @@ def _context(fstype: str) -> Iterator[int]:
         os.close(fs_fd)
 
 
-def erofs(image: Path, *, devices: Sequence[Path] = ()) -> int:
+def erofs(image: Path, *, devices: Sequence[Path] = (), direct: bool = True) -> int:
     """A detached read-only mount of an EROFS image file: a descriptor, the mount goes when it is closed unattached.
 
-    No loop device is used. With `directio` where the kernel knows it (Linux 6.15), so file data is cached once and
+    No loop device is used. `direct` is `directio` where the kernel knows it (Linux 6.15): file data is cached once and
     not once more for the image file. Raises OSError: ENOTBLK when the image lies on a file system that cannot back it
     (tmpfs, overlayfs), EINVAL with the kernel's words when it is no EROFS image.
     """
     try:
-        return _erofs(image, devices, direct=True)
+        return _erofs(image, devices, direct=direct)
     except OSError as error:
         if error.errno != errno.EINVAL or "directio" not in (error.strerror or ""):
             raise

@@ -185,7 +185,7 @@ class LayerMounts:
         else:
             record.unlink(missing_ok=True)
         target.mkdir(mode=0o700, exist_ok=True)
-        mount_erofs(files.meta, target, data=files.data)
+        mount_erofs(files.meta, target, data=files.data, direct=not files.is_filled_late)
         return files.generation
 
 
@@ -269,20 +269,20 @@ def check_adoptable(present: MountEntry, blob: Path) -> None:
         )
 
 
-def open_erofs(blob: Path, *, data: Path | None = None) -> int:
+def open_erofs(blob: Path, *, data: Path | None = None, direct: bool = True) -> int:
     """An EROFS file mounted nowhere: a descriptor to read it by; it is gone when that is closed, or its process dies.
 
     Raises as `LayerMounts.acquire` does.
     """
     try:
-        return erofs(blob, devices=() if data is None else (data,))
+        return erofs(blob, devices=() if data is None else (data,), direct=direct)
     except OSError as error:
         raise _mount_failed(error, blob) from error
 
 
-def mount_erofs(blob: Path, target: Path, *, data: Path | None = None) -> None:
+def mount_erofs(blob: Path, target: Path, *, data: Path | None = None, direct: bool = True) -> None:
     """Mount an EROFS file at a directory, in one step: it is never there without its content."""
-    tree = open_erofs(blob, data=data)
+    tree = open_erofs(blob, data=data, direct=direct)
     try:
         attach(tree, target)
     finally:

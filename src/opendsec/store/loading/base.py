@@ -31,6 +31,9 @@ class LayerFiles:
     """None for a layer of one file."""
     generation: str = ""
     """What `Loader.generation` has to be for this to be readable; "": it always is."""
+    is_filled_late: bool = False
+    """Data is written to its file just before it is read. Reading around the page cache would wait for the disk each
+    time; whoever fills the file sees that its pages are not kept twice for long."""
 
 
 class Loader(ABC):

@@ -47,7 +47,8 @@ class FanotifyLoader(Loader):
             return LayerFiles(meta=meta)
         generation = self._wait_for_process()
         ask(self._socket, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
-        return LayerFiles(meta=meta, data=self._place.files / hex_of(layer.data.digest), generation=generation)
+        data = self._place.files / hex_of(layer.data.digest)
+        return LayerFiles(meta=meta, data=data, generation=generation, is_filled_late=True)
 
     def detach(self, layer: Layer) -> None:
         (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
