@@ -33,7 +33,7 @@ from opendsec.linux.process import has_ended, identify, reap, send_signal, spawn
 from opendsec.server.logs import configure
 from opendsec.store.loading.base import LoaderKind
 from opendsec.store.loading.cache import ChunkCache
-from opendsec.store.loading.control import ControlServer
+from opendsec.store.loading.control import ControlServer, ask
 from opendsec.store.loading.daemon import Daemon
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import DATA, SERVING, SOCKET
@@ -47,6 +47,10 @@ STEADY_S = 5.0
 MOST_DEATHS = 5
 """Deaths of a server one after the other, each before it was STEADY_S old: then it is no use to go on."""
 FIRST_PAUSE_S = 0.05
+LOOK_EVERY_S = 5.0
+ANSWERS_S = 5.0
+MOST_SILENT = 4
+"""Times a server may be asked in vain before it is killed: reads would wait for it for ever."""
 GRACE_S = 5.0
 _SERVE_FD, _GUARDIAN_FD = 100, 101
 _OUT_OF_MEMORY_SCORE = "-900"
@@ -92,7 +96,7 @@ def guard(run_dir: Path) -> int:
         fuse.mount(device, data)
         try:
             serving.write_text(f"{_own_identity()} {secrets.token_hex(8)}", encoding="ascii")
-            return _keep_serving(device, stop_fd)
+            return _keep_serving(run_dir, device, stop_fd)
         finally:
             serving.unlink(missing_ok=True)
             unmount_data(run_dir)
@@ -105,11 +109,11 @@ def unmount_data(run_dir: Path) -> None:
         unmount(target, detach=True)
 
 
-def _keep_serving(device: int, stop_fd: int) -> int:
+def _keep_serving(run_dir: Path, device: int, stop_fd: int) -> int:
     deaths = 0
     while True:
         begun = time.monotonic()
-        status = _serve_once(device, stop_fd, again=deaths > 0)
+        status = _serve_once(run_dir, device, stop_fd, again=deaths > 0)
         if status is None:
             return 0
         deaths = deaths + 1 if time.monotonic() - begun < STEADY_S else 1
@@ -120,7 +124,7 @@ def _keep_serving(device: int, stop_fd: int) -> int:
             return 0
 
 
-def _serve_once(device: int, stop_fd: int, *, again: bool) -> int | None:
+def _serve_once(run_dir: Path, device: int, stop_fd: int, *, again: bool) -> int | None:
     """How the server ended; None when it was told to."""
     read_end, write_end = os.pipe()
     words = ["-m", "opendsec.host.loader", "--serve-fd", str(_SERVE_FD), "--guardian-fd", str(_GUARDIAN_FD)]
@@ -129,19 +133,41 @@ def _serve_once(device: int, stop_fd: int, *, again: bool) -> int | None:
     try:
         pid, pidfd = spawn(Path(sys.executable), argv=words, fds=fds, env=os.environ)
         try:
-            poll = select.poll()
-            poll.register(pidfd, select.POLLIN)
-            poll.register(stop_fd, select.POLLIN)
-            poll.poll()
-            if has_ended(pidfd):
-                return reap(pid) or 0
-            _end(pid, pidfd)
-            return None
+            if _stopped(run_dir, pidfd, stop_fd):
+                _end(pid, pidfd)
+                return None
+            return reap(pid) or 0
         finally:
             os.close(pidfd)
     finally:
         os.close(read_end)
         os.close(write_end)
+
+
+def _stopped(run_dir: Path, pidfd: int, stop_fd: int) -> bool:
+    """Wait until the guardian is to stop (True), or the server has ended; one that says nothing any more is ended."""
+    poll = select.poll()
+    poll.register(pidfd, select.POLLIN)
+    poll.register(stop_fd, select.POLLIN)
+    silent = 0
+    while True:
+        something = poll.poll(LOOK_EVERY_S * 1000)
+        if has_ended(pidfd):
+            return False
+        if something:
+            return True
+        silent = 0 if _answers(run_dir) else silent + 1
+        if silent >= MOST_SILENT:
+            log.error("server_silent", extra={"fields": {"asked": silent}})
+            send_signal(pidfd, signal.SIGKILL)
+
+
+def _answers(run_dir: Path) -> bool:
+    try:
+        ask(run_dir / SOCKET, "status", timeout_s=ANSWERS_S)
+    except errors.NodeError:
+        return False
+    return True
 
 
 def _end(pid: int, pidfd: int) -> None:

@@ -27,7 +27,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
         text = unit.read_text(encoding="utf-8").replace("/opt/opendsec/.venv/bin/python", sys.executable)
         (tmp_path / unit.name).write_text(text, encoding="utf-8")
     units = sorted(str(path) for path in tmp_path.glob("*.service"))
-    assert len(units) == 2
+    assert len(units) == 3
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, timeout=50, check=False
     )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -45,6 +45,7 @@ class Node:
     address: str
     environment: Mapping[str, str] = field(default_factory=dict)
     process: subprocess.Popen[bytes] | None = None
+    program: Sequence[str] = ("-m", "opendsec.host.loader")
 
     @property
     def run_dir(self) -> Path:
@@ -63,7 +64,7 @@ class Node:
             "OPENDSEC_LOG_LEVEL": "error",
             **self.environment,
         }
-        self.process = subprocess.Popen([sys.executable, "-m", "opendsec.host.loader"], env=environment)
+        self.process = subprocess.Popen([sys.executable, *self.program], env=environment)
         self.wait_ready()
 
     def wait_ready(self) -> None:

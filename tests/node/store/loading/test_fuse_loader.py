@@ -124,6 +124,28 @@ def test_a_server_killed_mid_read_costs_nothing(store: ImageStore, disk: Path, s
             assert layers.acquired(image) == (fd,)
 
 
+IMPATIENT = """
+import opendsec.host.loader as loader
+loader.LOOK_EVERY_S = loader.ANSWERS_S = 0.5
+loader.MOST_SILENT = 3
+raise SystemExit(loader.main())
+"""
+
+
+def test_a_server_that_says_nothing_is_replaced(store: ImageStore, disk: Path, start_node: StartNode) -> None:
+    image = make_image(store, "one", files=5)
+    expected = truth(store, image, disk)
+    node = start_node(str(store.root))
+    node.stop()
+    node.program = ("-c", IMPATIENT)
+    node.start()
+    with node.mounts() as layers:
+        (fd,) = layers.acquire(image)
+        os.kill(node.server_pid(), signal.SIGSTOP)
+        with ThreadPoolExecutor(1) as pool:
+            assert pool.submit(digests, tree_of(fd)).result(timeout=20) == expected
+
+
 def test_a_guardian_killed_gives_errors_and_new_starts_work(
     store: ImageStore, disk: Path, start_node: StartNode
 ) -> None:

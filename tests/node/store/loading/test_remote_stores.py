@@ -205,11 +205,10 @@ def test_what_one_start_read_the_next_node_has_before_it_asks(
     second = start_node(web.url)
     with second.mounts() as layers:
         (fd,) = layers.acquire(image)
-        for _ in range(200):
-            (layer,) = second.ask("status")["layers"].values()
-            if not layer["loading"]:
-                break
+        (layer,) = second.ask("status")["layers"].values()
+        while layer["loading"]:
             time.sleep(0.02)
+            (layer,) = second.ask("status")["layers"].values()
         assert layer["asked_bytes"] == 0
         assert abs(layer["present_bytes"] - read) < 70_000
         before = second.ask("status")["store"]["requests"]
