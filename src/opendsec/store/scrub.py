@@ -138,8 +138,7 @@ class _Matcher:
         """`path` begins with `/`."""
         if name in self.names or (self.name_expression is not None and self.name_expression.fullmatch(name)):
             return True
-        first = path[1:].partition("/")[0]
-        expression = self.path_expressions.get(first)
+        expression = self.path_expressions.get(path[1:].partition("/")[0])
         if expression is not None and expression.fullmatch(path):
             return True
         return self.any_path is not None and self.any_path.fullmatch(path) is not None
@@ -160,8 +159,9 @@ class Scrub:
         check_patterns(keep, "keep")
         chosen = (*PLATFORM, *(DEFAULTS if defaults else ()), *scrub)
         self._scrub = _compile(chosen, homes)
-        self._keep = _compile(keep, homes)
+        self._keep = _compile(keep, homes) if keep else None
         secrets = _SECRETS if defaults else ()
+        self._looks = _compile((pattern for pattern, _ in secrets), homes)
         self._secrets = tuple((_compile((pattern,), homes), needles) for pattern, needles in secrets)
 
     def verdict(self, path: str) -> Verdict:
@@ -169,13 +169,11 @@ class Scrub:
         name = path.rpartition("/")[2]
         if self._scrub.matches(path, name):
             return Verdict.LEAVE_OUT
-        if any(matcher.matches(path, name) for matcher, _ in self._secrets):
-            return Verdict.LOOK
-        return Verdict.PACK
+        return Verdict.LOOK if self._looks.matches(path, name) else Verdict.PACK
 
     def keeps(self, path: str) -> bool:
         """Whether `keep` names this very path."""
-        return self._keep.matches(path, path.rpartition("/")[2])
+        return self._keep is not None and self._keep.matches(path, path.rpartition("/")[2])
 
     def holds_secret(self, path: str, content: bytes) -> bool:
         """Whether a file that was to be looked into is left out."""
