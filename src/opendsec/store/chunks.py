@@ -10,6 +10,7 @@ Pure but for reading the file it is told to.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 from collections.abc import Callable, Iterator
@@ -32,13 +33,14 @@ def chunk_count(size_bytes: int) -> int:
 def make_table(path: Path, *, on_bytes: Callable[[int], None] = lambda _count: None) -> bytes:
     """The table of a file. Reads on several cores: hashing leaves the interpreter's lock.
 
-    `on_bytes` is told how many bytes more are done, from the threads that read.
+    `on_bytes` is told how many bytes more are done, from the threads that read. OSError EIO when the file is cut
+    meanwhile.
     """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     try:
         size = os.fstat(fd).st_size
         with ThreadPoolExecutor(_THREADS) as pool:
-            return b"".join(pool.map(lambda offset: _digests(fd, offset, on_bytes), range(0, size, _PIECE_BYTES)))
+            return b"".join(pool.map(lambda offset: _digests(fd, offset, size, on_bytes), range(0, size, _PIECE_BYTES)))
     finally:
         os.close(fd)
 
@@ -65,10 +67,13 @@ def chunks_of(offset: int, length: int) -> range:
     return range(offset // CHUNK_BYTES, chunk_count(offset + length)) if length else range(0)
 
 
-def _digests(fd: int, offset: int, on_bytes: Callable[[int], None]) -> bytes:
+def _digests(fd: int, offset: int, size: int, on_bytes: Callable[[int], None]) -> bytes:
+    wanted = min(_PIECE_BYTES, size - offset)
     piece = b""
-    while len(piece) < _PIECE_BYTES and (more := os.pread(fd, _PIECE_BYTES - len(piece), offset + len(piece))):
+    while len(piece) < wanted and (more := os.pread(fd, wanted - len(piece), offset + len(piece))):
         piece += more  # A file system over a network may answer with less than was asked for.
+    if len(piece) < wanted:
+        raise OSError(errno.EIO, "the file ended before its size")
     digests = b"".join(hashlib.sha256(chunk).digest() for chunk in _split(piece))
     on_bytes(len(piece))
     return digests

@@ -53,8 +53,8 @@ def compose(look_up: Lookup, image: str, *, workspace: str = "", toolkits: Seque
     ]
     parts = (*whole.parts, *(_as_part(one, PartKind(one.layers[0].role.value)) for one in above))
     if not (whole.base or workspace or whole.toolkits or chosen):
-        return replace(whole, parts=parts)
-    layers = _stacked((*whole.layers, *(layer for one in above for layer in one.layers)))
+        return replace(whole, layers=stacked(whole.layers), parts=parts)
+    layers = stacked((*whole.layers, *(layer for one in above for layer in one.layers)))
     if len(layers) > MAX_LAYERS:
         raise ImageInvalidError(f"image {image!r} has {len(layers)} layers in all, at most {MAX_LAYERS} can be stacked")
     config = whole.config
@@ -147,8 +147,8 @@ def _over(below: ImageConfig, above: ImageConfig) -> ImageConfig:
     )
 
 
-def _stacked(layers: Iterable[Layer]) -> tuple[Layer, ...]:
-    """Each layer once, where it is highest."""
+def stacked(layers: Iterable[Layer]) -> tuple[Layer, ...]:
+    """Each layer once, where it is highest: the kernel refuses to stack one twice, and the lower one shows nothing."""
     kept: dict[str, Layer] = {}
     for layer in reversed(tuple(layers)):
         kept.setdefault(layer.digest, layer)

@@ -34,7 +34,7 @@ from opendsec.errors import ConflictError, DiskFullError, ImageInvalidError, Ima
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
 from opendsec.store.chunks import make_table, table_digest
-from opendsec.store.compose import MAX_LAYERS, split_reference
+from opendsec.store.compose import MAX_LAYERS, split_reference, stacked
 from opendsec.store.composer import Composer
 from opendsec.store.durable import (
     disk_full_named,
@@ -234,8 +234,8 @@ class ImageStore:
     ) -> Image:
         """Make an image visible under a name, whole and at once.
 
-        Layers, lowest first, are new files or layers the store has already (ImageInvalidError when it has not).
-        Publishing the same content again brings back what is missing of it, and else is no change. A name that means
+        Layers, lowest first, are new files or layers the store has already (ImageInvalidError when it has not); a layer
+        that comes twice stays where it is highest. Publishing the same content again brings back what is missing of it, and else is no change. A name that means
         other content is a ConflictError unless `replace`; so is one that does not mean the digest `instead_of`, if that
         is given. ImageNotFoundError when a reference with a digest leads to nothing; one without may.
         """
@@ -247,7 +247,7 @@ class ImageStore:
                 f"image {name!r} would have {len(layers)} layers of its own, at most {MAX_LAYERS} can be stacked",
                 remedy="merge some of them (`opendsec.store.merge`)",
             )
-        flat = tuple(one.layer if isinstance(one, StagedLayer) else one for one in layers)
+        flat = stacked(one.layer if isinstance(one, StagedLayer) else one for one in layers)
         references = Manifest(layers=flat, config=config, base=base, toolkits=tuple(toolkits))
         manifest = encode_manifest(references)
         tag = Tag(digest=digest_of(manifest), created_at=self._clock(), source=source)
