@@ -235,9 +235,10 @@ class ImageStore:
         """Make an image visible under a name, whole and at once.
 
         Layers, lowest first, are new files or layers the store has already (ImageInvalidError when it has not); a layer
-        that comes twice stays where it is highest. Publishing the same content again brings back what is missing of it, and else is no change. A name that means
-        other content is a ConflictError unless `replace`; so is one that does not mean the digest `instead_of`, if that
-        is given. ImageNotFoundError when a reference with a digest leads to nothing; one without may.
+        that comes twice stays where it is highest. Publishing the same content again brings back what is missing of it,
+        and else is no change. A name that means other content is a ConflictError unless `replace`; so is one that does
+        not mean the digest `instead_of`, if that is given. ImageNotFoundError when a reference with a digest leads to
+        nothing; one without may.
         """
         check_image_name(name)
         if split_reference(name)[1]:
