@@ -13,6 +13,7 @@ import secrets
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from opendsec.build.context import Context, digest_sources
@@ -34,19 +35,15 @@ from opendsec.model.image_view import ImageDetails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Place:
-    """Where a stage stands: the image below the next step, and what it follows from."""
+class _Job:
+    """One step, with all that decides whether it has to be taken."""
 
-    reference: str
+    number: int
+    """Among the steps of all stages, from 1."""
+    stage: Stage
+    step: Step
+    inputs: Inputs
     key: str
-
-
-@dataclass(slots=True)
-class _Tally:
-    steps: int = 0
-    cached: int = 0
-    number: int = 0
-    places: dict[int, _Place] = field(default_factory=dict)
 
 
 async def build(
@@ -120,82 +117,131 @@ class _Builder:
     cache: bool
     guests: Guests
     on_event: OnEvent
-    tally: _Tally = field(default_factory=_Tally)
+    jobs: dict[int, list[_Job]] = field(default_factory=dict)
+    """By stage."""
+    keys: dict[int, str] = field(default_factory=dict)
+    """What the last step of each stage follows from."""
+    references: dict[int, str] = field(default_factory=dict)
+    """Images of stages that are there."""
+    taken: int = 0
 
     async def build(self, name: str) -> BuiltImage:
-        """All stages, then the name."""
+        """All that is needed for the last stage, then the name."""
         for note in self.plan.notes:
             self.on_event(BuildNote(text=note))
-        self.tally.steps = sum(len(stage.steps) for stage in self.plan.stages)
         for stage in self.plan.stages:
-            self.tally.places[stage.index] = await self._stage(stage)
+            await self._find_out(stage)
         last = self.plan.stages[-1]
-        place = self.tally.places[last.index]
-        made = await self.client.images.tag(name, place.reference, config=last.config, replace=True)
+        made = await self.client.images.tag(name, await self._made(last.index), config=last.config, replace=True)
         return BuiltImage(
             name=name,
             digest=made.digest,
             config=last.config,
-            steps=self.tally.steps,
-            cached=self.tally.cached,
+            steps=self._total,
+            cached=self._total - self.taken,
             notes=self.plan.notes,
         )
 
-    async def _stage(self, stage: Stage) -> _Place:
-        place = await self._base(stage)
+    @property
+    def _total(self) -> int:
+        return sum(len(stage.steps) for stage in self.plan.stages)
+
+    async def _find_out(self, stage: Stage) -> None:
+        """Keys of all steps of a stage; nothing has to be built for that."""
+        number = sum(len(jobs) for jobs in self.jobs.values())
+        key = self._base_key(stage)
+        self.jobs[stage.index] = []
         for step in stage.steps:
-            place = await self._step(stage, step, place)
-        return place
+            number += 1
+            inputs = await self._inputs(step)
+            key = step_key(key, step, inputs.digest)
+            self.jobs[stage.index].append(_Job(number=number, stage=stage, step=step, inputs=inputs, key=key))
+        self.keys[stage.index] = key
 
-    async def _base(self, stage: Stage) -> _Place:
+    def _base_key(self, stage: Stage) -> str:
         if stage.base_stage is not None:
-            return self.tally.places[stage.base_stage]
-        if not stage.base_image:
-            made = await self.client.images.tag(f"{CACHE}{SCRATCH}", SCRATCH, replace=True)
-            return _Place(reference=f"{made.name}@{made.digest}", key=made.digest)
-        return _place_of(self.images[stage.base_image])
+            return self.keys[stage.base_stage]
+        return _key_of(self.images[stage.base_image]) if stage.base_image else SCRATCH
 
-    async def _step(self, stage: Stage, step: Step, below: _Place) -> _Place:
-        self.tally.number += 1
-        number = self.tally.number
-        self.on_event(
-            StepBegun(number=number, total=self.tally.steps, stage=stage.name, line=step.line, text=step.text)
-        )
+    async def _made(self, index: int) -> str:
+        """The image of a stage, made if it has to be. What lies below the last step that is known is not looked at."""
+        if index in self.references:
+            return self.references[index]
+        jobs = self.jobs[index]
+        first, reference = 0, ""
+        for position in range(len(jobs) if self.cache else 0, 0, -1):
+            reference = await self._known(jobs[position - 1].key)
+            if reference:
+                first = position
+                break
+        for job in jobs[:first]:
+            self._tell_begun(job)
+            self.on_event(StepDone(number=job.number, cached=True, seconds=0.0))
+        if not reference:
+            reference = await self._base(next(one for one in self.plan.stages if one.index == index))
+        for job in jobs[first:]:
+            reference = await self._taken(job, reference)
+        self.references[index] = reference
+        return reference
+
+    async def _base(self, stage: Stage) -> str:
+        if stage.base_stage is not None:
+            return await self._made(stage.base_stage)
+        if stage.base_image:
+            return _reference_of(self.images[stage.base_image])
+        made = await self.client.images.tag(f"{CACHE}{SCRATCH}", SCRATCH, replace=True)
+        return f"{made.name}@{made.digest}"
+
+    async def _taken(self, job: _Job, below: str) -> str:
+        """Take a step; the image after it."""
+        other = await self._other(job.step)
+        self._tell_begun(job)
+        self.taken += 1
         began = time.monotonic()
-        inputs = await self._inputs(step)
-        key = step_key(below.key, step, inputs.digest)
-        known = await self._known(key) if self.cache else None
-        if known is not None:
-            self.tally.cached += 1
-            self.on_event(StepDone(number=number, cached=True, seconds=time.monotonic() - began))
-            return _Place(reference=known, key=key)
-        network = isinstance(step, Run) and step.network
-        async with self.guests.started(below.reference, network=network) as sandbox:
-            await self._take(sandbox, step, inputs, number)
-            packed = await sandbox.pack_diff(f"{CACHE}{key}", role=self.role, defaults=False, replace=True)
+        name = f"{CACHE}{job.key}"
+        network = isinstance(job.step, Run) and job.step.network
+        async with self.guests.started(below, network=network) as sandbox:
+            await self._take(sandbox, job, other)
+            packed = await sandbox.pack_diff(name, role=self.role, defaults=False, replace=True)
         reference = str(packed)
         if not packed.changed:
-            made = await self.client.images.tag(f"{CACHE}{key}", reference, replace=True)
+            made = await self.client.images.tag(name, reference, replace=True)
             reference = f"{made.name}@{made.digest}"
-        seconds = time.monotonic() - began
-        self.on_event(StepDone(number=number, cached=False, seconds=seconds, layer_bytes=packed.details.layer_bytes))
-        return _Place(reference=reference, key=key)
+        seconds, layer_bytes = time.monotonic() - began, packed.details.layer_bytes
+        self.on_event(StepDone(number=job.number, cached=False, seconds=seconds, layer_bytes=layer_bytes))
+        return reference
 
-    async def _known(self, key: str) -> str | None:
+    def _tell_begun(self, job: _Job) -> None:
+        self.on_event(
+            StepBegun(
+                number=job.number, total=self._total, stage=job.stage.name, line=job.step.line, text=job.step.text
+            )
+        )
+
+    async def _other(self, step: Step) -> str:
+        """The image a step copies from; empty: none."""
+        if not isinstance(step, Copy):
+            return ""
+        if step.from_stage is not None:
+            return await self._made(step.from_stage)
+        return _reference_of(self.images[step.from_image]) if step.from_image else ""
+
+    async def _known(self, key: str) -> str:
+        """The image of a step that was taken before; empty: it was not."""
         try:
             found = await self.client.images.inspect(f"{CACHE}{key}")
         except (ImageNotFoundError, ImageInvalidError):  # A damaged one is made anew, under the same name.
-            return None
-        return f"{found.name}@{found.digest}"
+            return ""
+        return _reference_of(found)
 
     async def _inputs(self, step: Step) -> Inputs:
         """What the step depends on beside its own words and what lies below it."""
         if not isinstance(step, Copy):
             return Inputs()
         if step.from_stage is not None:
-            return Inputs(digest=self.tally.places[step.from_stage].key)
+            return Inputs(digest=self.keys[step.from_stage])
         if step.from_image:
-            return Inputs(digest=_place_of(self.images[step.from_image]).key)
+            return Inputs(digest=_key_of(self.images[step.from_image]))
         if self.context is None:
             return Inputs()
         context = self.context
@@ -208,38 +254,38 @@ class _Builder:
         digest, files = await async_blocking(digest_sources, sources)
         return Inputs(digest=digest, sources=tuple(sources), files=files)
 
-    async def _take(self, sandbox: Sandbox, step: Step, inputs: Inputs, number: int) -> None:
-        where = self._where(step)
+    async def _take(self, sandbox: Sandbox, job: _Job, other: str) -> None:
+        step, where = job.step, self._where(job.step)
         try:
-            await self._do(sandbox, step, inputs, number, where)
+            match step:
+                case Run():
+                    told = partial(self._tell_output, job.number)
+                    await run(sandbox, step, where, told)
+                case MakeDirectory():
+                    await make_directory(sandbox, step, where)
+                case Copy() if other:
+                    async with self.guests.started(other) as source:
+                        await copy_image(sandbox, source, step, where)
+                case Copy():
+                    await copy_context(sandbox, step, job.inputs, where)
         except FileError as error:
             raise FileError(
                 f"{where}: {error.message}", detail={**error.detail, "line": step.line}, remedy=error.remedy
             ) from error
 
-    async def _do(self, sandbox: Sandbox, step: Step, inputs: Inputs, number: int, where: str) -> None:
-        match step:
-            case Run():
-                await run(sandbox, step, where, lambda data: self.on_event(StepOutput(number=number, data=data)))
-            case MakeDirectory():
-                await make_directory(sandbox, step, where)
-            case Copy() if _from_elsewhere(step):
-                async with self.guests.started(self._other(step)) as other:
-                    await copy_image(sandbox, other, step, where)
-            case Copy():
-                await copy_context(sandbox, step, inputs, where)
-
-    def _other(self, step: Copy) -> str:
-        if step.from_stage is not None:
-            return self.tally.places[step.from_stage].reference
-        return _place_of(self.images[step.from_image]).reference
+    def _tell_output(self, number: int, data: bytes) -> None:
+        self.on_event(StepOutput(number=number, data=data))
 
     def _where(self, step: Step) -> str:
         literal = bool(self.dockerfile.instructions) and self.dockerfile.instructions[0].literal
         return f"template, step {step.line}" if literal else f"Dockerfile, line {step.line}"
 
 
-def _place_of(image: ImageDetails) -> _Place:
-    """Exactly this image; the key follows what it refers to, too."""
-    reference = f"{image.name.partition('@sha256:')[0]}@{image.digest}"
-    return _Place(reference=reference, key=f"{image.digest} {image.start_digest}")
+def _reference_of(image: ImageDetails) -> str:
+    """Exactly this image."""
+    return f"{image.name.partition('@sha256:')[0]}@{image.digest}"
+
+
+def _key_of(image: ImageDetails) -> str:
+    """Its content, and that of what it refers to by name."""
+    return f"{image.digest} {image.start_digest}"

@@ -23,6 +23,7 @@ import opendsec
 from opendsec.build import BuildOptions, BuiltImage, StepBegun, StepOutput, Template, build
 from opendsec.build.taking import TTL_S
 from opendsec.errors import CommandFailedError, ExecError, FileError, ImageNotFoundError, InvalidSpecError
+from opendsec.model.image import BUILD_CACHE
 from opendsec.model.image_view import TreeEntry
 from opendsec.store.images import ImageStore
 
@@ -212,6 +213,23 @@ async def test_steps_are_taken_once(client: opendsec.DSecClient, context: Path) 
     assert (await built(client, text.replace("CMD x", "CMD y"), context=context)).cached == 3
     assert (await built(client, text, context=context, cache=False)).cached == 0
     assert await said(client, "once", "cat /2") == "one"
+
+
+async def test_only_the_last_known_step_is_needed(client: opendsec.DSecClient) -> None:
+    text = (
+        "FROM busybox AS a\nRUN echo a > /a\nFROM busybox\nRUN echo b > /b\nCOPY --from=a /a /c\nRUN cat /b /c > /d\n"
+    )
+    before = {one.name async for one in client.images.list(prefix=BUILD_CACHE)}
+    first = await built(client, text)
+    steps = [one async for one in client.images.list(prefix=BUILD_CACHE) if one.name not in before]
+    *others, last = sorted(steps, key=lambda one: one.created_at)
+    for one in others:
+        await client.images.remove(one.name, force=True)
+    again = await built(client, text)
+    assert (len(steps), again.cached, again.digest) == (4, 4, first.digest)
+    await client.images.remove(last.name, force=True)
+    assert (await built(client, text)).cached == 0
+    assert await said(client, "result", "cat /d") == "b\na\n"
 
 
 async def test_a_step_that_changes_nothing_is_remembered(client: opendsec.DSecClient) -> None:
