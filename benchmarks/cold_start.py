@@ -3,7 +3,8 @@
     .venv/bin/python -m benchmarks.cold_start [--mb 50] [--latency-ms 0] [--repeat 3] [--only true,print,turn]
 
 Nothing of the image is on the node, and the page cache is emptied before each start (the host's own programs are
-warmed again by a sandbox from another image). Arms, all in one run, each with every command:
+warmed again by a sandbox from another image). Then the command is run again with the page cache emptied, and once
+more. Arms, all in one run, each with every command:
 
     local       the same image on this node's disk, read directly: what the others are held to
     direct      data on a mounted file system (FUSE) that gives so many MB/s
@@ -43,7 +44,7 @@ from tests.images import make_busybox_image
 from opendsec.backends.base import StartPlan
 from opendsec.backends.container import ContainerBackend
 from opendsec.errors import NodeError
-from opendsec.guest.base import Exit, Output, StartCommand
+from opendsec.guest.base import Exit, Guest, Output, StartCommand
 from opendsec.host.loader import unmount_data
 from opendsec.linux import libc
 from opendsec.linux.cgroup import choose_driver, find_mounts
@@ -60,11 +61,13 @@ from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import SOCKET, FuseLoader
 from opendsec.store.loading.profiles import profile_name
 from opendsec.store.loading.sources import open_files
-from opendsec.store.mounts import LayerMounts
+from opendsec.store.mounts import LayerMounts, unmount_layers
 
 ROOT = "opendsec-bench-cold"
+ENVIRONMENT = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root"}
 TURN = """set -e
-mkdir -p /tmp/work && cd /tmp/work && git init -q . && git config user.email a@b.c && git config user.name agent
+rm -rf /tmp/work && mkdir -p /tmp/work && cd /tmp/work
+git init -q . && git config user.email a@b.c && git config user.name agent
 python3 - <<'END'
 for n in range(12):
     open(f'm{n}.py', 'w').write(''.join(f'def f{i}(x):\\n    return x * {i} + {n}\\n' for i in range(40)))
@@ -82,6 +85,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "print": (("python3", "-c", "print(1)"), "1"),
     "imports": (("python3", "-c", "import json, asyncio, ssl, urllib.request; print(2)"), "2"),
     "git": (("git", "--version"), "git version"),
+    "read": (("/bin/sh", "-c", "cat /usr/lib/x86_64-linux-gnu/lib*.so.* | wc -c"), ""),
     "turn": (("/bin/sh", "-c", TURN), "499500\n12\n1"),
 }
 """Name → program, and what its output begins with."""
@@ -94,6 +98,10 @@ class Figures:
 
     create_s: float
     first_s: float
+    again_s: float
+    """The same command again, the page cache emptied: what is on the node is read from its disk."""
+    warm_s: float
+    """And once more."""
     fetched: int
     written: int
     cpu_s: float
@@ -154,11 +162,8 @@ class Unpacked:
 # ── one start ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
-async def start_and_run(
-    backend: ContainerBackend, bench: Bench, image: Image, command: str
-) -> tuple[float, float, StartPlan]:
-    """Seconds to ready, and from there to the command's result; its output is what it should be."""
-    argv, expected = COMMANDS[command]
+async def start(backend: ContainerBackend, bench: Bench, image: Image) -> tuple[float, Guest, StartPlan]:
+    """Seconds until the sandbox takes commands."""
     sandbox_id = new_sandbox_id("bench")
     state, run = bench.work / "sandboxes" / sandbox_id, bench.run / sandbox_id
     state.mkdir(parents=True)
@@ -167,20 +172,25 @@ async def start_and_run(
     plan = StartPlan(sandbox_id=sandbox_id, spec=spec, image=image, state_dir=state, run_dir=run, slot=0)
     begin = time.perf_counter()
     running = await backend.start(plan)
-    ready = time.perf_counter()
-    output, done = b"", ready
-    env = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", "HOME": "/root", "LANG": "C.UTF-8"}
-    await running.guest.start(1, StartCommand(argv=argv, env=env))
-    async for event in running.guest.events(1):
+    return time.perf_counter() - begin, running.guest, plan
+
+
+async def run_command(guest: Guest, number: int, command: str) -> float:
+    """Seconds to its result, which is what it should be."""
+    argv, expected = COMMANDS[command]
+    output = b""
+    begin = time.perf_counter()
+    await guest.start(number, StartCommand(argv=argv, env=ENVIRONMENT))
+    async for event in guest.events(number):
         if isinstance(event, Output):
             output += event.data
         if isinstance(event, Exit):
-            done = time.perf_counter()
-            text = output.decode(errors="replace")
+            took, text = time.perf_counter() - begin, output.decode(errors="replace")
             if event.exit_code != 0 or expected not in text:
                 sys.exit(f"{command} gave {event.exit_code}: {text[-500:]}")
-            running.guest.release(1)
-    return ready - begin, done - ready, plan
+            guest.release(number)
+            return took
+    sys.exit(f"{command} did not end")
 
 
 async def end(backend: ContainerBackend, plan: StartPlan) -> None:
@@ -195,23 +205,33 @@ async def one(backend: ContainerBackend, layers: Layers, bench: Bench, arm: str,
         layers.measured = mounts
         os.sync()
         Path("/proc/sys/vm/drop_caches").write_text("3")
-        await end(backend, (await start_and_run(backend, bench, bench.warm, "true"))[2])
+        _, guest, plan = await start(backend, bench, bench.warm)
+        await run_command(guest, 1, "true")
+        await end(backend, plan)
         if (bench.run / SOCKET).exists():
             ask(bench.run / SOCKET, "status", timeout_s=20)
         blocks, cpu, got = disk_bytes(place, bench.work / "sandboxes"), cost.group_cpu_s(*bench.groups), sent(count)
-        create_s, first_s, plan = await start_and_run(backend, bench, bench.image, command)
+        create_s, guest, plan = await start(backend, bench, bench.image)
+        first_s = await run_command(guest, 1, command)
+        cpu = cost.group_cpu_s(*bench.groups) - cpu
         figures = Figures(
             create_s=create_s,
             first_s=first_s,
+            again_s=0,
+            warm_s=0,
             fetched=sent(count) - got if arm != "local" else 0,
             written=disk_bytes(place, bench.work / "sandboxes") - blocks,
-            cpu_s=cost.group_cpu_s(*bench.groups) - cpu,
+            cpu_s=cpu,
         )
         if arm == "local":
             figures.touched = resident_bytes(bench.run / "layers")
         if (bench.run / SOCKET).exists():
             state = ask(bench.run / SOCKET, "status", timeout_s=20)
             figures.asked = sum(layer["asked_bytes"] for layer in state["layers"].values())
+        os.sync()
+        Path("/proc/sys/vm/drop_caches").write_text("1")
+        figures.again_s = await run_command(guest, 2, command)
+        figures.warm_s = await run_command(guest, 3, command)
         await end(backend, plan)
         return figures
 
@@ -317,7 +337,8 @@ async def record(backend: ContainerBackend, layers: Layers, bench: Bench, comman
     with measured_layers(bench, "fuse", "") as (mounts, place, _):
         layers.measured = mounts
         ask(bench.run / SOCKET, "record", timeout_s=20, layer=layer)
-        _, _, plan = await start_and_run(backend, bench, bench.image, command)
+        _, guest, plan = await start(backend, bench, bench.image)
+        await run_command(guest, 1, command)
         ask(bench.run / SOCKET, "recorded", timeout_s=20, layer=layer, command=command)
         await end(backend, plan)
         target = bench.work / "profiles" / command
@@ -407,12 +428,14 @@ def report(bench: Bench, command: str, arms: list[str]) -> None:
         return float(statistics.median(getattr(one, name) for one in bench.results[command, arm]))
 
     print(f"\n{command}: touched {median('local', 'touched') / 1e6:.1f} MB" if "local" in arms else f"\n{command}")
-    print(f"{'':12}{'create':>9}{'first':>9}{'both':>9}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
+    times = "".join(f"{name:>9}" for name in ("create", "first", "both", "again"))
+    print(f"{'':12}{times}{'warm':>8}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
     for arm in arms:
         create, first = median(arm, "create_s"), median(arm, "first_s")
         sizes = [median(arm, name) / 1e6 for name in ("fetched", "asked", "written")]
         print(
-            f"{arm:12}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms  "
+            f"{arm:12}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms"
+            f"{median(arm, 'again_s') * 1e3:7.0f}ms{median(arm, 'warm_s') * 1e3:6.0f}ms  "
             f"{sizes[0]:6.1f}MB{sizes[1]:6.1f}MB{sizes[2]:7.1f}MB{median(arm, 'cpu_s') * 1e3:6.0f}ms",
             flush=True,
         )
@@ -478,6 +501,8 @@ def main() -> None:
         with contextlib.suppress(FileNotFoundError):
             own.rmdir()
         choose_driver(find_mounts(), root=ROOT).remove_root()
+        for mounts in (run / "layers", run / "warm", work / "mounts"):
+            unmount_layers(mounts)
         libc.umount2(run, libc.MNT_DETACH)
         run.rmdir()
         shutil.rmtree(work)
