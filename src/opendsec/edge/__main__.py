@@ -56,7 +56,7 @@ from opendsec.store.loading.fanotify_group import check_fanotify
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import FuseLoader
 from opendsec.store.loading.healing import Healing
-from opendsec.store.loading.remote import RemoteStore
+from opendsec.store.loading.remote import PATIENCE_S, RemoteStore
 from opendsec.store.loading.settings import LoadingSettings, read_loading
 from opendsec.store.loading.sources import is_remote, open_files
 from opendsec.store.location import open_location
@@ -165,7 +165,8 @@ def _store_and_layers(settings: EdgeSettings, stack: ExitStack) -> tuple[ImageSt
     mount_root = settings.run_dir / "layers"
     copies = settings.state_dir / "cache" / "metadata"
     if is_remote(settings.loading.address):
-        remote = RemoteStore(open_files(settings.loading.address, attempt_s=settings.loading.attempt_s))
+        files = open_files(settings.loading.address, attempt_s=settings.loading.attempt_s)
+        remote = RemoteStore(files, patience_s=min(PATIENCE_S, settings.loading.patience_s))
         stack.callback(remote.close)
         return remote, stack.enter_context(LayerMounts(_through_process(settings, copies), mount_root))
     store = open_location(settings.store, settings.state_dir)

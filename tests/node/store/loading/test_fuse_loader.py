@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import shutil
 import signal
+import subprocess
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -104,6 +107,36 @@ def test_a_cache_with_no_room_serves_all_the_same(store: ImageStore, disk: Path,
         cache = node.ask("status")["cache"]
         assert cache["evicted_bytes"] > 0
         assert cache["used_bytes"] <= 1 << 20
+
+
+@pytest.mark.loop
+def test_a_full_disk_serves_all_the_same(store: ImageStore, disk: Path, start_node: StartNode) -> None:
+    """The node's state is on 24 MB that something else fills while layers are read."""
+    image = make_image(store, "one")
+    expected = truth(store, image, disk)
+    node = start_node(str(store.root))
+    node.stop()
+    shutil.rmtree(node.state_dir)
+    node.state_dir.mkdir()
+    subprocess.run(["truncate", "-s", "24M", disk / "small"], check=True)
+    subprocess.run(["mkfs.ext4", "-q", "-m", "0", disk / "small"], check=True)
+    subprocess.run(["mount", "-o", "loop", disk / "small", node.state_dir], check=True)
+    try:
+        node.start()
+        with node.mounts() as layers:
+            (fd,) = layers.acquire(image)
+            with (node.state_dir / "filler").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+                while file.write(bytes(100_000)):
+                    pass
+            assert digests(tree_of(fd)) == expected
+            cache = node.ask("status")["cache"]
+            assert cache["refused"] > 0
+            assert cache["damaged"] == 0
+            (node.state_dir / "filler").unlink()
+            layers.unmount_all()
+        node.stop()
+    finally:
+        subprocess.run(["umount", "-l", node.state_dir], check=True)
 
 
 def test_a_server_killed_mid_read_costs_nothing(store: ImageStore, disk: Path, start_node: StartNode) -> None:
