@@ -19,17 +19,19 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.below import OPAQUE, OVERLAY, Below, attributes, is_whiteout
 from opendsec.store.erofs import NAME_BYTES, TreeFacts
 from opendsec.store.exclusion import Exclusion, exclude
+from opendsec.store.following import can_follow
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layers import make_layer
 from opendsec.store.merge import merged
@@ -132,18 +134,39 @@ def pack_layer(
     on_progress: OnProgress = quietly,
     on_read: Callable[[], None],
 ) -> StagedLayer:
-    """The selected part of the tree as a staged layer in `work`; see `make_layer`, whose errors it raises."""
-    return make_layer(
-        store,
-        work,
-        tree,
-        role=role,
-        facts=selection.facts,
-        leave_out=selection.exclusion.paths,
-        leave_out_regexes=selection.exclusion.regexes,
-        on_progress=on_progress,
-        on_read=on_read,
-    )
+    """The selected part of the tree as a staged layer in `work`; see `make_layer`, whose errors it raises.
+
+    The tree stands still until `on_read` is called. So a layer for a store on another machine is written on this one
+    first, and brought there afterwards.
+    """
+    with ExitStack() as stack:
+        place = work if can_follow(work) else stack.enter_context(store.scratch())
+        layer = make_layer(
+            store,
+            place,
+            tree,
+            role=role,
+            facts=selection.facts,
+            leave_out=selection.exclusion.paths,
+            leave_out_regexes=selection.exclusion.regexes,
+            on_progress=on_progress,
+            on_read=on_read,
+        )
+        return layer if place is work else _brought(store, work, layer)
+
+
+def _brought(store: ImageStore, work: Path, layer: StagedLayer) -> StagedLayer:
+    """The same layer in `work`; what has arrived there is hashed anew. DigestMismatchError when it is another."""
+    shutil.copyfile(layer.meta, work / layer.meta.name)
+    data = None if layer.data is None else Path(shutil.copyfile(layer.data, work / layer.data.name))
+    arrived = store.stage_layer(work / layer.meta.name, data, role=layer.layer.role)
+    if arrived.layer != layer.layer:
+        raise DigestMismatchError(
+            f"layer {layer.layer.digest} did not arrive in the store as it was made",
+            detail={"layer": layer.layer.digest},
+            remedy="try again; if it stays so, check the store's file system",
+        )
+    return arrived
 
 
 def on_top(
