@@ -146,8 +146,10 @@ def test_a_layer_that_arrives_as_something_else_is_not_published(
     def lossy(source: Path, target: Path) -> Path:
         copy(source, target)
         with target.open("r+b") as file:
-            file.seek(-1, os.SEEK_END)
-            file.write(b"\x01" if target.name.endswith(".data") else b"\x00")
+            last = file.seek(-1, os.SEEK_END)
+            changed = bytes([file.read(1)[0] ^ 1])
+            file.seek(last)
+            file.write(changed)
         return target
 
     monkeypatch.setattr(shutil, "copyfile", lossy)
