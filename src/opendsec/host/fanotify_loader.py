@@ -18,6 +18,7 @@ import fcntl
 import logging
 import os
 import select
+import shutil
 import signal
 import sys
 import time
@@ -144,13 +145,11 @@ class Guardian:
             log.warning("loader_stays", extra={"fields": {"layers": len(used), "why": "they are in use"}})
             self.start_filling()
             return
-        for name, pidfd in self.keepers.items():
+        for pidfd in self.keepers.values():
             send_signal(pidfd, signal.SIGKILL)
             with contextlib.suppress(ChildProcessError):
                 os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
-            (self.place.run / name).unlink(missing_ok=True)
-        for name in ("group", FILLER, GUARDIAN, "journal"):
-            (self.place.run / name).unlink(missing_ok=True)
+        shutil.rmtree(self.place.run)
 
 
 def guard(settings: LoadingSettings, state: Path, run_dir: Path) -> int:

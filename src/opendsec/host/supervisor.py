@@ -125,7 +125,7 @@ class Supervisor:
 
     def _loaders(self) -> tuple[str, ...]:
         settings = read_loading(self.local.environment(self.environment), state_dir=self.local.state_dir)
-        return (LOADER,) if settings.kind is LoaderKind.FUSE else ()
+        return () if settings.kind is LoaderKind.DIRECT else (LOADER,)
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
