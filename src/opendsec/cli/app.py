@@ -5,6 +5,7 @@ from __future__ import annotations
 import typer
 
 from opendsec.cli import benching, copying, demonstrating, image_commands, listing, running, shells
+from opendsec.cli.passing_on import SETTINGS, PassingOn
 
 app = typer.Typer(
     help="OpenDSec: isolated sandboxes for LLM agents.",
@@ -14,11 +15,8 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
-_PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
-"""What follows the first argument belongs to the command inside."""
-
-app.command("run", context_settings=_PASS_ON, rich_help_panel="Sandboxes")(running.run)
-app.command("exec", context_settings=_PASS_ON, rich_help_panel="Sandboxes")(running.exec_)
+app.command("run", cls=PassingOn, context_settings=SETTINGS, rich_help_panel="Sandboxes")(running.run)
+app.command("exec", cls=PassingOn, context_settings=SETTINGS, rich_help_panel="Sandboxes")(running.exec_)
 app.command("shell", rich_help_panel="Sandboxes")(shells.shell)
 app.command("cp", rich_help_panel="Sandboxes")(copying.cp)
 app.command("ls", rich_help_panel="Sandboxes")(listing.ls)

@@ -67,7 +67,8 @@ def test_client_commands_come_without_the_machines() -> None:
     ("words", "said"),
     [
         (["run", "--memroy", "5", "debian", "--", "true"], "no option --memroy"),
-        (["run", "debian", "--memory", "5", "--", "true"], "--memory stands after debian"),
+        (["run", "debian", "--memory", "5", "true"], "--memory stands after debian"),
+        (["run", "debian", "--memroy", "5", "--", "true"], "no option --memroy"),
         (["run", "debian"], "say what to run"),
         (["run", "--ttl", "-3", "debian", "--", "true"], "--ttl"),
     ],
