@@ -123,6 +123,8 @@ class _Builder:
     """What the last step of each stage follows from."""
     references: dict[int, str] = field(default_factory=dict)
     """Images of stages that are there."""
+    scratch: str = ""
+    """The empty image."""
     taken: int = 0
 
     async def build(self, name: str) -> BuiltImage:
@@ -131,6 +133,8 @@ class _Builder:
             self.on_event(BuildNote(text=note))
         for stage in self.plan.stages:
             await self._find_out(stage)
+        empty = await self.client.images.tag(f"{CACHE}{SCRATCH}", SCRATCH, replace=True)  # Refused at once, if at all.
+        self.scratch = f"{empty.name}@{empty.digest}"
         last = self.plan.stages[-1]
         made = await self.client.images.tag(name, await self._made(last.index), config=last.config, replace=True)
         return BuiltImage(
@@ -189,8 +193,7 @@ class _Builder:
             return await self._made(stage.base_stage)
         if stage.base_image:
             return _reference_of(self.images[stage.base_image])
-        made = await self.client.images.tag(f"{CACHE}{SCRATCH}", SCRATCH, replace=True)
-        return f"{made.name}@{made.digest}"
+        return self.scratch
 
     async def _taken(self, job: _Job, below: str) -> str:
         """Take a step; the image after it."""

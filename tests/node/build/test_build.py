@@ -20,9 +20,19 @@ from tests.capabilities import STATE_DIR
 from tests.node.build.conftest import CAPABILITY, OPENDSEC, Platform
 
 import opendsec
+from opendsec.apiserver.database import open_database
+from opendsec.apiserver.iam import Role, insert_key
+from opendsec.apiserver.settings import database_file
 from opendsec.build import BuildOptions, BuiltImage, StepBegun, StepOutput, Template, build
 from opendsec.build.taking import TTL_S
-from opendsec.errors import CommandFailedError, ExecError, FileError, ImageNotFoundError, InvalidSpecError
+from opendsec.errors import (
+    CommandFailedError,
+    ExecError,
+    FileError,
+    ForbiddenError,
+    ImageNotFoundError,
+    InvalidSpecError,
+)
 from opendsec.model.image import BUILD_CACHE
 from opendsec.model.image_view import TreeEntry
 from opendsec.store.images import ImageStore
@@ -340,6 +350,26 @@ def borrow(store: ImageStore, name: str) -> None:
             if not target.exists():
                 os.link(source, target)
     store.publish(name, layers=image.layers, config=image.config, replace=True)
+
+
+def key_of(platform: Platform, role: Role) -> str:
+    engine = open_database(f"sqlite:///{database_file(Path(platform.variables['OPENDSEC_STATE_DIR']))}")
+    try:
+        with engine.begin() as connection:
+            return insert_key(connection, project="default", role=role, title="test").key
+    finally:
+        engine.dispose()
+
+
+async def test_who_may_build(client: opendsec.DSecClient, platform: Platform) -> None:
+    text = "FROM busybox\nRUN echo who > /who\n"
+    begun: list[object] = []
+    async with opendsec.DSecClient(api_key=key_of(platform, Role.RUNNER)) as runner:
+        with pytest.raises(ForbiddenError):
+            await built(runner, text, on_event=begun.append)
+    assert begun == []
+    async with opendsec.DSecClient(api_key=key_of(platform, Role.BUILDER)) as builder:
+        assert (await built(builder, text)).cached == 0
 
 
 def start_cli(platform: Platform, dockerfile: Path) -> subprocess.Popen[bytes]:

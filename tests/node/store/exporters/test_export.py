@@ -155,6 +155,7 @@ def test_imported_again_it_is_the_same(
     export_image(store, image.name, place, compression=compression)
     again = import_image(store, ImportRequest(name="again", source=parse_source(str(place.path))))
     assert again.config == image.config
+    assert [one.role for one in again.layers] == [one.role for one in image.layers]
     with merged(store, image, disk) as tree:
         before = tree_of(tree)
     with merged(store, again, disk) as tree:
@@ -172,8 +173,9 @@ def test_the_same_bytes_every_time(store: ImageStore, image: Image, disk: Path, 
 
 def test_skopeo_reads_every_form(store: ImageStore, image: Image, disk: Path) -> None:
     store.publish("plain", layers=image.layers, config=CONFIG)
-    for kind in ("oci", "oci-archive", "docker-archive"):
-        for compression in Compression:
+    gzip, zstd, none = Compression
+    for kind, compressions in (("oci", (zstd,)), ("oci-archive", (gzip, none)), ("docker-archive", (gzip, none))):
+        for compression in compressions:
             where = f"{kind}:{disk / f'{kind}-{compression.value}'}"
             export_image(store, "plain", parse_target(where), compression=compression)
             shown = subprocess.run(
