@@ -117,7 +117,7 @@ def _argv(context: typer.Context, target: str) -> list[str]:
         words = words[1:]
     elif words and words[0].startswith("-"):
         raise typer.BadParameter(
-            f"{words[0]} stands after {target}: options go before it, or before --; a command that begins with - after --",
+            f"{words[0]} stands after {target}: options go before it or before --, and what begins with - after that",
             param_hint="COMMAND",
         )
     if not words:
