@@ -14,8 +14,8 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import asdict, dataclass, field
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Self
 
@@ -66,7 +66,6 @@ class Node:
     cluster: Cluster
     groups: tuple[Path, ...]
     run_dir: Path
-    started: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def written(self) -> tuple[int, int]:
         """(bytes, requests) the disk was given so far."""
@@ -77,39 +76,43 @@ class Node:
         """Of this process, the edge, all sandboxes, and the client of the shared file system."""
         return cost.group_cpu_s(*self.groups)
 
-    @contextmanager
-    def edge(self, module: str, store: Path, **settings: str) -> Iterator[Path]:
+    def edge(self, module: str, store: Path, **settings: str) -> AbstractContextManager[Path]:
         """An edge process with empty state; its socket."""
-        state = self.disk / "state"
-        environment: Mapping[str, str] = {
-            **os.environ,
-            "OPENDSEC_STATE_DIR": str(state),
-            "OPENDSEC_RUN_DIR": str(self.run_dir),
-            "OPENDSEC_STORE": str(store),
-            "OPENDSEC_LOADER": "direct",
-            "OPENDSEC_EDGE": EDGE,
-            "OPENDSEC_EDGE_CGROUP": self.groups[1].name,
-            "OPENDSEC_EDGE_KEEP_ENDED": "2",
-            "OPENDSEC_LOG_LEVEL": "warning",
-            **settings,
-        }
-        for folder in (state, self.run_dir):
-            folder.mkdir(parents=True, exist_ok=True)
-        process = subprocess.Popen([sys.executable, "-m", module], env=environment, stdin=subprocess.DEVNULL)
-        try:
-            socket = self.run_dir / f"edge-{EDGE}.sock"
-            deadline = time.monotonic() + _READY_S
-            while not socket.exists():
-                if process.poll() is not None or time.monotonic() > deadline:
-                    sys.exit(f"{module} did not start")
-                time.sleep(0.05)
-            yield socket
-        finally:
-            process.terminate()
-            process.wait(60)
-            unmount_layers(self.run_dir / "layers")
-            shutil.rmtree(self.run_dir)
-            shutil.rmtree(state)
+        return edge_process(module, self.disk / "state", self.run_dir, self.groups[1].name, store, **settings)
+
+
+@contextmanager
+def edge_process(module: str, state: Path, run_dir: Path, cgroup: str, store: Path, **settings: str) -> Iterator[Path]:
+    """A program that is an edge, in directories that are made and removed; its socket."""
+    environment: Mapping[str, str] = {
+        **os.environ,
+        "OPENDSEC_STATE_DIR": str(state),
+        "OPENDSEC_RUN_DIR": str(run_dir),
+        "OPENDSEC_STORE": str(store),
+        "OPENDSEC_LOADER": "direct",
+        "OPENDSEC_EDGE": EDGE,
+        "OPENDSEC_EDGE_CGROUP": cgroup,
+        "OPENDSEC_EDGE_KEEP_ENDED": "2",
+        "OPENDSEC_LOG_LEVEL": "warning",
+        **settings,
+    }
+    for folder in (state, run_dir):
+        folder.mkdir(parents=True, exist_ok=True)
+    process = subprocess.Popen([sys.executable, "-m", module], env=environment, stdin=subprocess.DEVNULL)
+    try:
+        socket = run_dir / f"edge-{EDGE}.sock"
+        deadline = time.monotonic() + _READY_S
+        while not socket.exists():
+            if process.poll() is not None or time.monotonic() > deadline:
+                sys.exit(f"{module} did not start")
+            time.sleep(0.05)
+        yield socket
+    finally:
+        process.terminate()
+        process.wait(60)
+        unmount_layers(run_dir / "layers")
+        shutil.rmtree(run_dir)
+        shutil.rmtree(state)
 
 
 class Meters:
