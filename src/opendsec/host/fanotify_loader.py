@@ -202,6 +202,8 @@ def fill(settings: LoadingSettings, state: Path, run_dir: Path) -> int:
             kernel_reads_cache=True,
         )
         daemon.front = front
+        for path in place.attached.glob("*.json"):
+            cache.keep(path.stem)  # somebody may have it mounted, also when it cannot be attached again
         daemon.attach_again()
         front.ready()
         control = ControlServer(run_dir / SOCKET, daemon.answer)

@@ -116,6 +116,11 @@ class ChunkCache:
                 self._blobs[name] = blob
         return blob
 
+    def keep(self, name: str) -> None:
+        """Give nothing of this file back, whether or not it is ever opened."""
+        with self._lock:
+            self._kept.add(name)
+
     def evict(self, bytes_wanted: int) -> int:
         """Give back at least so many bytes where that is possible; how many it were."""
         with self._lock:
