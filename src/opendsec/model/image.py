@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-
 BUILD_CACHE = "build-cache/"
 """Names that begin so are of steps of builds (`opendsec.build`): removing them costs time, and nothing else."""
 
