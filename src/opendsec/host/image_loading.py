@@ -16,7 +16,7 @@ from typing import Annotated
 import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line, size
-from opendsec.errors import InvalidSpecError, UnsupportedError
+from opendsec.errors import InvalidSpecError, NodeError, UnsupportedError
 from opendsec.host.image_group import STATE_DIR, app, errors_shown, open_store, progress_shown
 from opendsec.host.local import started
 from opendsec.model.image import Image, Layer
@@ -158,7 +158,7 @@ def _wait_loaded(socket: Path, layers: Sequence[Layer], on_progress: OnProgress)
         on_progress(Progress(phase="fetching", done=present, total=total))
         problem = next((one["problem"] for one in found if one["problem"]), "")
         if problem:
-            raise UnsupportedError(f"not everything was fetched: {problem}")
+            raise NodeError(f"not everything was fetched: {problem}", retryable=True)
         if not any(one["loading"] for one in found):
             return present, total
         waited.wait(_LOOK_S)

@@ -28,6 +28,7 @@ from opendsec.store.durable import FULL, disk_full_named, rename_onto, write_syn
 from opendsec.store.images import ImageStore
 from opendsec.store.layout import CONTENT, MANIFESTS, Layout, digest_of_file, is_content
 from opendsec.store.leases import LEASE_S, Lease, read_leases
+from opendsec.store.loading.profiles import forget_profiles
 from opendsec.store.manifest import decode_manifest, hex_of
 from opendsec.store.progress import OnProgress, Progress, quietly
 from opendsec.store.references import Needed, needed_by_tags
@@ -284,6 +285,7 @@ class _Collection:
             for lease in read_leases(self._layout):
                 if self._now - lease.beat_at > _FORGOTTEN * self._lease_s:
                     lease.file.unlink(missing_ok=True)
+        forget_profiles(self._store.root)
 
 
 def _is_manifest(file: str) -> bool:

@@ -12,15 +12,18 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import msgspec
 
+from opendsec.errors import ImageInvalidError
 from opendsec.model.image import Image, Layer
 from opendsec.store.chunks import CHUNK_BYTES, chunk_count
-from opendsec.store.loading.sources import StoreFiles
+from opendsec.store.loading.sources import StoreFiles, data_name
 from opendsec.store.manifest import hex_of
 
 SCHEMA = 1
+FOLDER = "profiles"
 RECORD_S = 5.0
 """From the first read of a layer that has no profile."""
 MOST_CHUNKS = 1024
@@ -54,7 +57,7 @@ class _Written(msgspec.Struct):
 
 def profile_name(layer_digest: str) -> str:
     """Of the file, relative to the store."""
-    return f"profiles/{hex_of(layer_digest)}.json"
+    return f"{FOLDER}/{hex_of(layer_digest)}.json"
 
 
 def encode_profile(profile: Profile) -> bytes:
@@ -119,6 +122,21 @@ def read_profile(files: StoreFiles, layer: Layer) -> Profile | None:
     except OSError:
         return None
     return decode_profile(content, layer)
+
+
+def forget_profiles(root: Path) -> int:
+    """Remove the profiles of a directory store whose data is not there any more; how many."""
+    forgotten = 0
+    for path in (root / FOLDER).glob("*.json"):
+        try:
+            data = msgspec.json.decode(path.read_bytes(), type=_Written).data
+            is_there = (root / data_name(data)).exists()
+        except (FileNotFoundError, msgspec.DecodeError, ImageInvalidError):
+            is_there = False  # advice nobody can read is none
+        if not is_there:
+            path.unlink(missing_ok=True)
+            forgotten += 1
+    return forgotten
 
 
 def startup_bytes(files: StoreFiles, image: Image) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 from tests.unit.store.loading.faulty import FaultyFiles
@@ -15,10 +16,12 @@ from opendsec.store.loading.profiles import (
     Recording,
     decode_profile,
     encode_profile,
+    forget_profiles,
     profile_name,
     read_profile,
     startup_bytes,
 )
+from opendsec.store.loading.sources import data_name
 
 
 def digest(letter: str) -> str:
@@ -98,3 +101,18 @@ def test_a_recording_of_nothing_is_not_kept() -> None:
     done: list[tuple[int, ...]] = []
     Recording(done.append).finish()
     assert done == []
+
+
+def test_profiles_of_data_that_is_gone_are_forgotten(tmp_path: Path) -> None:
+    assert forget_profiles(tmp_path) == 0
+    (tmp_path / "profiles").mkdir()
+    (tmp_path / "data/sha256").mkdir(parents=True)
+    mine = tmp_path / profile_name(LAYER.digest)
+    mine.write_bytes(encode_profile(PROFILE))
+    (tmp_path / "profiles/other.json").write_bytes(b"no profile")
+    (tmp_path / data_name(digest("c"))).touch()
+    assert forget_profiles(tmp_path) == 1
+    assert mine.exists()
+    (tmp_path / data_name(digest("c"))).unlink()
+    assert forget_profiles(tmp_path) == 1
+    assert not mine.exists()
