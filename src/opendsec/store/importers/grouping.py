@@ -15,6 +15,8 @@ from collections.abc import Sequence
 from opendsec.model.image import LayerRole
 
 COLLAPSE_BYTES = 64 << 20
+"""So that an image of 2 GiB, whatever it was built of, stays within the 32 layers from which on each look-up of a name
+that is not there takes three times as long as in one layer (6 µs in 1, 9 in 8, 18 in 32, 55 in 128; Linux 6.18)."""
 
 
 def is_complete(size_bytes: int, roles: Sequence[LayerRole], end: int, *, limit_bytes: int) -> bool:

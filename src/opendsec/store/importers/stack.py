@@ -17,12 +17,16 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import stat
 from collections.abc import Iterator
 from pathlib import Path
 
-from opendsec.linux.mount import erofs, overlay
+from opendsec.errors import HostCapabilityError, ImageInvalidError
+from opendsec.linux.mount import overlay
+from opendsec.store.compose import MAX_LAYERS
 from opendsec.store.durable import remove_tree
+from opendsec.store.mounts import open_erofs
 
 _PRIVATE = b"trusted.overlay."
 _OPAQUE = b"trusted.overlay.opaque"
@@ -41,14 +45,31 @@ class Stack(contextlib.AbstractContextManager["Stack"]):
         self._opened.close()
 
     def add_files(self, meta: Path, data: Path | None) -> None:
-        """A layer of the store comes on top. OSError as erofs(5) mounts fail."""
-        self._keep(erofs(meta, devices=() if data is None else (data,)))
+        """A layer of the store comes on top. Raises as `open_erofs` does.
+
+        Where the store's file system cannot back a mount (tmpfs, some shared ones), a copy in `work` can.
+        """
+        try:
+            self._keep(open_erofs(meta, data=data))
+        except HostCapabilityError as error:
+            if "path" not in error.detail:  # It is not about where the files lie.
+                raise
+            copies = [self._work / f"copy{len(self._lowers)}.{number}" for number in range(2)]
+            for source, copy in zip((meta, data), copies, strict=True):
+                if source is not None:
+                    shutil.copyfile(source, copy)
+            self._keep(open_erofs(copies[0], data=None if data is None else copies[1]))
 
     def add_tree(self, tree: Path) -> None:
         """A directory comes on top: an upper directory that was cleaned, or any tree."""
         self._keep(os.open(tree, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
     def _keep(self, fd: int) -> None:
+        if len(self._lowers) >= MAX_LAYERS:
+            os.close(fd)
+            raise ImageInvalidError(
+                f"more than {MAX_LAYERS} layers would lie over each other", remedy="raise --collapse-mb"
+            )
         self._opened.callback(os.close, fd)
         self._lowers.append(fd)
 

@@ -349,3 +349,27 @@ def test_layers_are_the_same_where_trees_are_made_elsewhere(disk: Path) -> None:
     )
     assert [path for path in (disk / "scratch").iterdir() if path.is_dir()] == []
     shutil.rmtree(disk / "scratch")
+
+
+def test_a_store_that_cannot_back_mounts_is_read_through_copies(disk: Path) -> None:
+    (disk / "memory").mkdir()
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk / "memory"], check=True, timeout=10)
+    try:
+        store = ImageStore(disk / "memory/store", scratch=disk / "scratch")
+        base = imported(store, "base", make_layout(disk / "base", SYSTEM), collapse_bytes=0)
+        more = imported(store, "more", make_layout(disk / "more", [*SYSTEM, *WORK]), collapse_bytes=0)
+        assert digests(more)[:2] == digests(base)
+        near = ImageStore(disk / "near")
+        assert digests(imported(near, "x", disk / "more", collapse_bytes=0)) == digests(more)
+    finally:
+        subprocess.run(["umount", disk / "memory"], check=True, timeout=10)
+
+
+def test_a_layer_the_kernel_cannot_read_is_named(store: ImageStore, disk: Path) -> None:
+    base = imported(store, "base", make_layout(disk / "base", SYSTEM))
+    path = store.blob_path(base.layers[0].mounted.digest)
+    path.chmod(0o600)
+    path.write_bytes(bytes(path.stat().st_size))
+    with pytest.raises(ImageInvalidError, match="is no EROFS file"):
+        imported(store, "x", make_layout(disk / "x", WORK), on="base")
+    assert store.names() == ["base"]
