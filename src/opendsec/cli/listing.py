@@ -50,7 +50,9 @@ def _row(item: SandboxStatus) -> tuple[str, ...]:
     state = f"{item.state} ({item.end_reason})" if item.end_reason else str(item.state)
     labels = " ".join(f"{key}={value}" for key, value in item.spec.labels.items())
     age = _age(time.time() - item.created_at)
-    return item.sandbox_id, state, item.spec.image, age, str(item.running_commands), size(item.memory_bytes), labels
+    spec = item.spec
+    images = " + ".join([spec.image, *([spec.workspace] if spec.workspace else []), *(spec.toolkits or ())])
+    return item.sandbox_id, state, images, age, str(item.running_commands), size(item.memory_bytes), labels
 
 
 def _age(seconds: float) -> str:

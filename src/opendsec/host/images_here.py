@@ -19,7 +19,7 @@ from opendsec.store.compose import to_look_at
 from opendsec.store.diff import differences
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
-from opendsec.store.loading.sources import open_files
+from opendsec.store.loading.sources import is_remote, open_files
 from opendsec.store.mounts import open_erofs
 from opendsec.store.start_cost import recorded_starts
 from opendsec.store.tagging import Composition, compose_image, tag_image
@@ -29,8 +29,10 @@ PAGE = 1000
 
 
 def unless_a_platform_is_named() -> Callable[[], AbstractAsyncContextManager[ImagesHere]] | None:
-    """This machine's store, unless OPENDSEC_API_URL says which platform to ask."""
-    return None if os.environ.get("OPENDSEC_API_URL") else images_here
+    """This machine's store, unless OPENDSEC_API_URL says which platform to ask, or the store is no directory: then only
+    a platform can read it."""
+    asks = os.environ.get("OPENDSEC_API_URL") or is_remote(os.environ.get("OPENDSEC_STORE", ""))
+    return None if asks else images_here
 
 
 @asynccontextmanager

@@ -92,6 +92,13 @@ async def test_an_image_is_told_by_the_edge_that_has_it(start: Start) -> None:
             assert error_of(answer) == (404, "image_not_found")
 
 
+async def test_paths_that_are_no_text_reach_the_edge_as_they_came(start: Start) -> None:
+    async with start("a") as platform:
+        answer = await platform.client.get("/v1/images/tree?image=debian&path=%2F%FF%0A")
+        assert answer.status_code == 200
+        assert platform.edges["a"].requests[-1][1] == "/v1/images/tree?image=debian&path=%2F%FF%0A"
+
+
 async def test_what_an_edge_that_is_away_may_have_is_not_told_as_missing(start: Start) -> None:
     async with start("a", "b", patience_s=0.2, away=frozenset({"b"})) as platform:
         assert (await platform.client.get("/v1/images/inspect", params={"image": "debian"})).status_code == 200

@@ -85,6 +85,15 @@ async def test_a_difference_is_what_was_laid_over(shared_containers: EdgeProcess
     assert [entry.path async for entry in client.images.tree("kit")] == ["/", "/opt", "/opt/x"]
 
 
+async def test_names_that_are_no_text_come_back_as_they_are(
+    shared_containers: EdgeProcess, client: opendsec.DSecClient
+) -> None:
+    toolkit(store_of(shared_containers), "odd", {"/opt/\udcff\n": "x", "/opt/ü": "y"})
+    paths = [entry.path async for entry in client.images.tree("odd", "/opt")]
+    assert paths == ["/opt", "/opt/ü", "/opt/\udcff\n"]
+    assert [entry.size_bytes async for entry in client.images.tree("odd", "/opt/\udcff\n")] == [1]
+
+
 async def test_the_life_of_names(shared_containers: EdgeProcess, client: opendsec.DSecClient) -> None:
     store = store_of(shared_containers)
     base = make_busybox_image(store, "lib/base:1")

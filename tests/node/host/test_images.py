@@ -309,3 +309,13 @@ def test_the_store_may_lie_elsewhere(image: Command, disk: Path, monkeypatch: py
     monkeypatch.setenv("OPENDSEC_STORE", "shared")
     _, err = image("ls", status=1)
     assert "OPENDSEC_STORE" in err
+
+
+def test_a_remote_store_is_asked_for_at_the_platform(
+    image: Command, disk: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENDSEC_STORE", "s3://bucket/prefix")
+    monkeypatch.setenv("OPENDSEC_RUN_DIR", str(disk / "run"))
+    monkeypatch.delenv("OPENDSEC_API_URL", raising=False)
+    error = image.json("ls", status=1)["error"]
+    assert (error["code"], "opendsec up" in error["remedy"]) == ("connect", True)
