@@ -1,9 +1,9 @@
 """`opendsec image …`, the client's half: commands that ask a platform, and those that ask a platform or this machine.
 
 Which of both is one rule: with OPENDSEC_API_URL they ask that platform; without it, the store of this machine, whether
-or not a platform runs here (but for a remote store, which only a platform reads: they ask the one that runs here). This machine's half is `opendsec.host.image_group`; `opendsec.main` puts both into one
-group, and hands the store in as the context's object. A module of commands registers them with `app` here and is named
-in `opendsec.cli.image_commands`.
+or not a platform runs here (but for a remote store, which only a platform reads: they ask the one that runs here).
+This machine's half is `opendsec.host.image_group`; `opendsec.main` puts both into one group, and hands the store in as
+the context's object. A module of commands registers them with `app` here and is named in `opendsec.cli.image_commands`.
 """
 
 from __future__ import annotations
