@@ -1,6 +1,7 @@
 """A store of its own for each test, on the machine's own disk: EROFS files cannot be mounted from tmpfs.
 
-OPENDSEC_TEST_DISK names a directory of another file system for it: so these tests qualify a shared one.
+OPENDSEC_TEST_DISK names a directory of another file system for the stores, as OPENDSEC_STORE does for a platform: so
+these tests qualify a shared one. Trees, copies of metadata and mounts stay on the machine's disk.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import pytest
 
 from opendsec.store.images import ImageStore
 
+SHARED = os.environ.get("OPENDSEC_TEST_DISK", "")
+
 
 @pytest.fixture
 def disk() -> Iterator[Path]:
-    """An empty directory on /var's file system, or below OPENDSEC_TEST_DISK."""
-    path = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir=os.environ.get("OPENDSEC_TEST_DISK", "/var/tmp")))
+    """An empty directory on /var's file system."""
+    path = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir="/var/tmp"))
     yield path
     shutil.rmtree(path)
 
 
 @pytest.fixture
-def store(disk: Path) -> ImageStore:
-    """An empty store."""
-    return ImageStore(disk / "store")
+def store(disk: Path) -> Iterator[ImageStore]:
+    """An empty store, on `disk` or below OPENDSEC_TEST_DISK."""
+    if not SHARED:
+        yield ImageStore(disk / "store")
+        return
+    place = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir=SHARED))
+    yield ImageStore(place / "store", scratch=disk / "scratch")
+    shutil.rmtree(place)
