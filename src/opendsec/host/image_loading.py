@@ -16,6 +16,7 @@ from typing import Annotated
 import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line, size
+from opendsec.cli.passing_on import SETTINGS, PassingOn
 from opendsec.errors import InvalidSpecError, NodeError, UnsupportedError
 from opendsec.host.image_group import STATE_DIR, app, errors_shown, open_store, progress_shown
 from opendsec.host.local import started
@@ -78,14 +79,14 @@ def prefetch(
         note(f"{len(layers) - with_profile} layers have no profile yet; `opendsec image profile` records one")
 
 
-@app.command("profile", context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False})
+@app.command("profile", cls=PassingOn, context_settings=SETTINGS)
 def profile(
-    name: Annotated[str, typer.Argument(metavar="NAME -- COMMAND...", help="Image, and what a start is.")],
-    command: Annotated[list[str] | None, typer.Argument(hidden=True)] = None,
+    context: typer.Context,
+    name: Annotated[str, typer.Argument(metavar="NAME -- COMMAND...", help="An image, and what a start of it is.")],
     as_json: Json = False,
 ) -> None:
     """Start a sandbox, run a command in it, and remember what of the image that read, for later starts."""
-    argv = [word for n, word in enumerate(command or []) if not (n == 0 and word == "--")]
+    argv = context.args[1:] if context.args[:1] == ["--"] else list(context.args)
     with errors_shown(as_json):
         if not argv:
             raise InvalidSpecError("command: say what a start is: opendsec image profile NAME -- COMMAND")

@@ -134,8 +134,12 @@ def forget_profiles(root: Path) -> int:
         except (FileNotFoundError, msgspec.DecodeError, ImageInvalidError):
             is_there = False  # advice nobody can read is none
         if not is_there:
-            path.unlink(missing_ok=True)
+            for beside in (path.with_suffix(".pack"), path):
+                beside.unlink(missing_ok=True)
             forgotten += 1
+    for pack in (root / FOLDER).glob("*.pack"):
+        if not pack.with_suffix(".json").exists():
+            pack.unlink(missing_ok=True)
     return forgotten
 
 
