@@ -32,7 +32,7 @@ from opendsec.store.loading.profiles import forget_profiles
 from opendsec.store.manifest import decode_manifest, hex_of
 from opendsec.store.progress import OnProgress, Progress, quietly
 from opendsec.store.references import Needed, needed_by_tags
-from opendsec.store.staging import file_system_time, locked
+from opendsec.store.staging import SILENT_S, file_system_time, locked
 
 GRACE_S = 3600.0
 """How long content without a name is kept: longer than a publisher lies between looking a layer up and using it."""
@@ -216,14 +216,16 @@ class _Collection:
         return needed.files
 
     def _leased(self) -> set[str]:
+        return {file for lease in self._leases() if self._is_alive(lease) for file in lease.files}
+
+    def _leases(self) -> list[Lease]:
         try:
-            leases = read_leases(self._layout)
+            return read_leases(self._layout)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise ImageInvalidError(
                 f"a node's lease cannot be read: {error!r}; so nothing is collected",
                 remedy=f"look at {self._layout.nodes}, and delete what is no lease",
             ) from error
-        return {file for lease in leases if self._is_alive(lease) for file in lease.files}
 
     def _is_alive(self, lease: Lease) -> bool:
         return self._now - lease.beat_at < self._lease_s
@@ -282,9 +284,13 @@ class _Collection:
             for name in _times(self._layout.removed):
                 if not self._layout.content(_manifest_of(name)).exists():
                     (self._layout.removed / name).unlink()
-            for lease in read_leases(self._layout):
+            for lease in self._leases():
                 if self._now - lease.beat_at > _FORGOTTEN * self._lease_s:
                     lease.file.unlink(missing_ok=True)
+            for path in self._layout.nodes.glob(".*"):  # half-written by a node that was killed
+                with suppress(FileNotFoundError):
+                    if self._now - path.stat().st_mtime > SILENT_S:
+                        path.unlink()
         forget_profiles(self._store.root)
 
 

@@ -307,7 +307,12 @@ def test_records_do_not_pile_up(store: ImageStore) -> None:
     for number in range(5):
         publish(store, "x", str(number).encode())
     age(store, 10_000)
+    for name, at in ((".half.json.1", 1e9), ("dead.json", 1e9)):
+        (store.layout.nodes / name).write_text('{"schema": 1, "host": "h", "layers": {}}')
+        os.utime(store.layout.nodes / name, (at, at))
+    (store.layout.nodes / ".half.json.2").touch()
     collect(store, grace_s=0)
+    assert [path.name for path in store.layout.nodes.iterdir()] == [".half.json.2"]
     assert len(list(store.layout.claims.iterdir())) == 0
     assert len(list(store.layout.removed.iterdir())) == 0
     assert store.get("x").layers
