@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +30,9 @@ from opendsec.model.image import Blob, Layer
 from opendsec.store.chunks import check_table, chunk_count
 from opendsec.store.loading.cache import ChunkCache
 from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.loading.packs import Entry, encode_pack, groups, pack_name, read_group, read_index
 from opendsec.store.loading.profiles import Profile, Recording, encode_profile, profile_name, read_profile
-from opendsec.store.loading.reading import BlobReader, Engine
+from opendsec.store.loading.reading import BlobReader, Engine, Given
 from opendsec.store.loading.sources import DirectoryFiles, table_name
 from opendsec.store.manifest import hex_of
 
@@ -236,7 +238,18 @@ class Daemon:
         profile = looking.result()
         if profile is not None:
             served.recording = None
-            served.loading += served.reader.load(profile.chunks)
+            entries = read_index(self._source.files, served.layer)
+            if entries:
+                served.loading += served.reader.load_given(self._groups(served.layer, entries))
+            else:
+                served.loading += served.reader.load(profile.chunks)
+
+    def _groups(self, layer: Layer, entries: Sequence[Entry]) -> list[Given]:
+        files = self._source.files
+        return [
+            ([entry.number for entry in group], partial(read_group, files, layer.digest, group))
+            for group in groups(entries)
+        ]
 
     def _profile(self, layer: Layer) -> Profile | None:
         return read_profile(self._source.files, layer) or read_profile(self._local, layer)
@@ -249,11 +262,17 @@ class Daemon:
         )
         for files in (self._source.files, self._local):
             try:
+                if files is self._source.files:
+                    files.write(pack_name(profile.layer), self._pack(served, chunks))
                 files.write(profile_name(profile.layer), encode_profile(profile))
             except OSError as error:  # read-only, full or gone: advice can wait
                 log.info("profile_not_kept", extra={"fields": {"store": files.address, "why": str(error)}})
             else:
                 return
+
+    def _pack(self, served: Served, chunks: Sequence[int]) -> bytes:
+        cached = served.reader.cached
+        return encode_pack((number, content) for number in chunks if (content := cached.read(number)) is not None)
 
     def _prefetch(self, served: Served, *, everything: bool) -> Mapping[str, Any]:
         """Begins; `status` tells how far it is."""

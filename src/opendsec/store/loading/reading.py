@@ -18,14 +18,15 @@ import logging
 import threading
 import time
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol
 
 from opendsec.errors import NodeError, OpenDSecError
 from opendsec.model.image import Blob
-from opendsec.store.chunks import CHUNK_BYTES, chunk_count
+from opendsec.store.chunks import CHUNK_BYTES, check_chunk, chunk_count
 from opendsec.store.loading.cache import CachedBlob
 from opendsec.store.loading.fetch import ChunkSource
 
@@ -45,6 +46,10 @@ LONGEST_AHEAD_BYTES = 4 << 20
 _STREAKS = 32
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
+
+
+Given = tuple[Sequence[int], Callable[[], Mapping[int, bytes]]]
+"""Numbers of chunks, and what gets them."""
 
 
 class Answer(Protocol):
@@ -221,16 +226,29 @@ class BlobReader:
 
         The first failure ends it, and the future it happened in raises: OpenDSecError.
         """
-        runs = iter(list(_runs(numbers, chunk_count(self.data.size_bytes))))
+        runs = _runs(numbers, chunk_count(self.data.size_bytes))
+        return self._in_turn([partial(self._load_now, run) for run in runs], at_once)
+
+    def load_given(
+        self,
+        groups: Iterable[Given],
+        *,
+        at_once: int = AHEAD_PER_BLOB,
+    ) -> list[Future[None]]:
+        """As `load`, but groups of chunks come from a call each, and are checked here."""
+        return self._in_turn([partial(self._load_given, numbers, read) for numbers, read in groups], at_once)
+
+    def _in_turn(self, works: Sequence[Callable[[], OpenDSecError | None]], at_once: int) -> list[Future[None]]:
+        ready = iter(works)
         turn, failed = threading.Lock(), threading.Event()
 
         def work() -> None:
             while True:
                 with turn:
-                    run = next(runs, None)
-                if run is None or failed.is_set():
+                    one = next(ready, None)
+                if one is None or failed.is_set():
                     return
-                error = self._load_now(run)
+                error = one()
                 if error is not None:
                     failed.set()
                     raise error
@@ -334,19 +352,22 @@ class BlobReader:
                 if self._must_keep:
                     chunks, error = self._written(chunks, error)
         finally:
-            for number, content in chunks.items():
-                self._engine.keep((self.cached.name, number), content)
-            with self._lock:
-                for number in range(run.first, run.first + len(run.futures)):
-                    self._under_way.pop(number, None)
-            for number, future in enumerate(run.futures, run.first):
-                if number in chunks:
-                    future.set_result(chunks[number])
-                else:
-                    future.set_exception(error or NodeError("not fetched"))
+            self._complete(run, chunks, error)
         if not self._must_keep:
             self._written(chunks, error)
         return error
+
+    def _complete(self, run: _Run, chunks: Mapping[int, bytes], error: OpenDSecError | None) -> None:
+        for number, content in chunks.items():
+            self._engine.keep((self.cached.name, number), content)
+        with self._lock:
+            for number in range(run.first, run.first + len(run.futures)):
+                self._under_way.pop(number, None)
+        for number, future in enumerate(run.futures, run.first):
+            if number in chunks:
+                future.set_result(chunks[number])
+            else:
+                future.set_exception(error or NodeError("not fetched"))
 
     def _written(
         self, chunks: dict[int, bytes], error: OpenDSecError | None
@@ -370,15 +391,34 @@ class BlobReader:
 
     def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
         """In this thread, what is neither here nor under way."""
-        absent = [n for first in numbers for n in self.cached.missing(first, 1)]
-        with self._lock:
-            absent = [number for number in absent if number not in self._under_way]
-        _, runs = self._claim(absent, time.monotonic() + self._engine.patience_s)
-        for run in runs:
+        for run in self._claim_absent(numbers):
             error = self._fetch(run)
             if error is not None:
                 return error
         return None
+
+    def _claim_absent(self, numbers: Iterable[int]) -> list[_Run]:
+        absent = [n for first in numbers for n in self.cached.missing(first, 1)]
+        with self._lock:
+            absent = [number for number in absent if number not in self._under_way]
+        return self._claim(absent, time.monotonic() + self._engine.patience_s)[1]
+
+    def _load_given(self, numbers: Sequence[int], read: Callable[[], Mapping[int, bytes]]) -> OpenDSecError | None:
+        """In this thread; what `read` does not give, or gives wrong, is fetched."""
+        runs = self._claim_absent(numbers)
+        left = list(runs)
+        try:
+            given = read() if runs else {}
+            for run in runs:
+                wanted = range(run.first, run.first + len(run.futures))
+                chunks = {n: given[n] for n in wanted if n in given and check_chunk(self._table, n, given[n])}
+                if len(chunks) == len(wanted):
+                    chunks, error = self._written(chunks, None)
+                    left.remove(run)
+                    self._complete(run, chunks, error)
+        finally:
+            errors = [self._fetch(run) for run in left]
+        return next((error for error in errors if error is not None), None)
 
     def _read_ahead(self, offset: int, size: int) -> None:
         end = offset + size
