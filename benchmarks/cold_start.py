@@ -8,8 +8,8 @@ more. Arms, all in one run, each with every command:
 
     local       the same image on this node's disk, read directly: what the others are held to
     direct      data on a mounted file system (FUSE) that gives so many MB/s
-    fuse        HTTP at so many MB/s, the FUSE loader          +p: with a profile of that command
-    fanotify    HTTP at so many MB/s, the fanotify loader      +p: with a profile of that command
+    fuse        HTTP at so many MB/s, the FUSE loader          +p: with a profile of that command; +pack: with its pack
+    fanotify    HTTP at so many MB/s, the fanotify loader      the same
     unpack      tar.gz over the same HTTP, unpacked to a directory while it arrives, and a sandbox on that
 
 The throttle is a token bucket in a server process of its own (`benchmarks.shared.slow_store`). Bytes fetched are the
@@ -51,6 +51,7 @@ from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
 from opendsec.model.spec import Resources, SandboxSpec
+from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 from opendsec.store.loading.base import Loader
@@ -59,7 +60,8 @@ from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.loading.fanotify import FanotifyLoader
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import SOCKET, FuseLoader
-from opendsec.store.loading.profiles import profile_name
+from opendsec.store.loading.packs import encode_pack, pack_name
+from opendsec.store.loading.profiles import decode_profile, profile_name
 from opendsec.store.loading.sources import open_files
 from opendsec.store.mounts import LayerMounts, unmount_layers
 
@@ -89,7 +91,7 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "turn": (("/bin/sh", "-c", TURN), "499500\n12\n1"),
 }
 """Name → program, and what its output begins with."""
-ARMS = ("local", "direct", "fuse", "fuse+p", "fanotify", "fanotify+p", "unpack")
+ARMS = ("local", "direct", "fuse", "fuse+p", "fuse+pack", "fanotify", "fanotify+p", "fanotify+pack", "unpack")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -272,7 +274,10 @@ def measured_layers(bench: Bench, arm: str, command: str) -> Iterator[tuple[Any,
             store = bench.store if kind == "local" else ImageStore(bench.work / "far")
             yield from ((mounts, place, count) for mounts in _mounted(DirectLoader(store, place / "metadata"), bench))
         else:
-            with _profile(bench, command if profile else ""), loader_process(bench, kind, place):
+            with (
+                _profile(bench, command if profile else "", is_packed=profile == "pack"),
+                loader_process(bench, kind, place),
+            ):
                 source = ChunkSource(open_files(bench.url, attempt_s=10), patience_s=30)
                 loader: Loader = (
                     FuseLoader(source, place / "cache" / "metadata", bench.run)
@@ -294,17 +299,20 @@ def _mounted(loader: Loader, bench: Bench) -> Iterator[LayerMounts]:
 
 
 @contextlib.contextmanager
-def _profile(bench: Bench, command: str) -> Iterator[None]:
+def _profile(bench: Bench, command: str, *, is_packed: bool) -> Iterator[None]:
     """The store has the profile recorded of that command, or none."""
-    target = bench.store.root / profile_name(bench.image.layers[0].digest)
+    digest = bench.image.layers[0].digest
+    target, pack = bench.store.root / profile_name(digest), bench.store.root / pack_name(digest)
     target.parent.mkdir(exist_ok=True)
-    recorded = bench.work / "profiles" / command
     if command:
-        shutil.copy(recorded, target)
+        shutil.copy(bench.work / "profiles" / command, target)
+    if is_packed:
+        shutil.copy(bench.work / "profiles" / f"{command}.pack", pack)
     try:
         yield
     finally:
         target.unlink(missing_ok=True)
+        pack.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -344,6 +352,13 @@ async def record(backend: ContainerBackend, layers: Layers, bench: Bench, comman
         target = bench.work / "profiles" / command
         target.parent.mkdir(exist_ok=True)
         shutil.copy(place / "cache" / profile_name(bench.image.layers[0].digest), target)
+    profile = decode_profile(target.read_bytes(), bench.image.layers[0])
+    data = bench.image.layers[0].data
+    assert profile is not None
+    assert data is not None
+    with bench.store.data_path(data.digest).open("rb") as file:
+        read = ((number, os.pread(file.fileno(), CHUNK_BYTES, number * CHUNK_BYTES)) for number in profile.chunks)
+        target.with_suffix(".pack").write_bytes(encode_pack(read))
 
 
 # ── the bench itself ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -408,7 +423,7 @@ async def measure(bench: Bench, options: argparse.Namespace) -> None:
         try:
             await backend.open()
             for command in commands:
-                if any(arm.endswith("+p") for arm in arms):
+                if any("+" in arm for arm in arms):
                     await record(backend, layers, bench, command)
                 for number in range(options.repeat):
                     for arm in arms:
@@ -429,12 +444,12 @@ def report(bench: Bench, command: str, arms: list[str]) -> None:
 
     print(f"\n{command}: touched {median('local', 'touched') / 1e6:.1f} MB" if "local" in arms else f"\n{command}")
     times = "".join(f"{name:>9}" for name in ("create", "first", "both", "again"))
-    print(f"{'':12}{times}{'warm':>8}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
+    print(f"{'':14}{times}{'warm':>8}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
     for arm in arms:
         create, first = median(arm, "create_s"), median(arm, "first_s")
         sizes = [median(arm, name) / 1e6 for name in ("fetched", "asked", "written")]
         print(
-            f"{arm:12}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms"
+            f"{arm:14}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms"
             f"{median(arm, 'again_s') * 1e3:7.0f}ms{median(arm, 'warm_s') * 1e3:6.0f}ms  "
             f"{sizes[0]:6.1f}MB{sizes[1]:6.1f}MB{sizes[2]:7.1f}MB{median(arm, 'cpu_s') * 1e3:6.0f}ms",
             flush=True,
