@@ -16,7 +16,7 @@ from contextlib import closing
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
-from opendsec.errors import UnsupportedError
+from opendsec.errors import NodeError, UnsupportedError
 from opendsec.model.image import Image
 from opendsec.model.image_view import ImageDetails, ImageSummary
 from opendsec.store.catalogue import Catalogue
@@ -126,7 +126,15 @@ class ImageDesk:
 
     async def _run(self, work: Callable[P, T], *args: P.args, **given: P.kwargs) -> T:
         call = functools.partial(work, *args, **given)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._pool, call)
+        except OSError as error:
+            raise NodeError(
+                f"the image store cannot be read: {error.strerror or error}",
+                detail={"path": str(error.filename or "")},
+                remedy="try again; if it stays so, look after the store and what loads its layers",
+                retryable=True,
+            ) from error
 
 
 def _lines(begin: Callable[[], Iterable[object]]) -> Generator[bytes]:
