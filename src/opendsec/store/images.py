@@ -163,11 +163,14 @@ class ImageStore:
         return image
 
     def needed_by(self, name: str) -> tuple[str, ...]:
-        """Images whose manifest names that image, with or without a digest. Reads every manifest."""
+        """Images whose manifest names that image, with or without a digest. Reads every manifest; damaged ones name
+        nothing.
+        """
+        others = (self._present(other, damaged_too=True) for other in self.names() if other != name)
         return tuple(
             image.name
-            for image in self._images()
-            if image.name != name
+            for image in others
+            if image is not None
             and any(split_reference(one)[0] == name for one in (image.base, *image.toolkits) if one)
         )
 

@@ -148,6 +148,18 @@ def test_what_a_name_leads_to_is_refused_by_name(store: ImageStore) -> None:
         store.compose("top")
 
 
+def test_a_damaged_image_stops_no_removal(store: ImageStore) -> None:
+    publish(store, "a", b"1")
+    image = publish(store, "b", b"2")
+    for path in (store.root / manifest_file(image.digest), store.layout.tag("b")):
+        path.chmod(0o644)
+        path.write_bytes(b"damaged")
+        store.remove("a")
+        publish(store, "a", b"1")
+    assert store.remove("b").layers == ()
+    assert [one.name for one in store.list()] == ["a"]
+
+
 def test_a_reference_with_a_digest_must_lead_somewhere(store: ImageStore) -> None:
     with pytest.raises(ImageNotFoundError, match="base@sha256"):
         publish(store, "top", b"2", base=f"base@sha256:{'0' * 64}")
