@@ -14,6 +14,7 @@ from opendsec.host.image_group import app, errors_shown, open_store, progress_sh
 from opendsec.store.build_steps import forget_build_steps
 from opendsec.store.fsck import Checked, check
 from opendsec.store.gc import Collected, collect
+from opendsec.store.importers.conversions import Conversions
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.merge import MOST, opened_by, settle
 from opendsec.store.portability import probe_directory
@@ -47,6 +48,8 @@ def collect_garbage(
             dry_run=dry_run,
             on_progress=on_progress,
         )
+        if not dry_run:
+            Conversions(store).sweep()
     if as_json:
         print_json(asdict(done))
         return

@@ -79,7 +79,7 @@ class Conversions:
             layer = _decode(json.loads(path.read_bytes()), role)
         except FileNotFoundError:
             return None
-        except (ValueError, KeyError, TypeError, ImageInvalidError):
+        except (ValueError, LookupError, TypeError, ImageInvalidError):
             path.unlink(missing_ok=True)
             return None
         found = self._linked(layer, work, name)
@@ -91,19 +91,47 @@ class Conversions:
         """Remember a published layer, and the sizes of the image layers it was made of."""
         for digest, size in sizes.items():
             _replace(self._sizes / digest.replace(":", "-"), str(size))
-        _replace(self._path(conversion), json.dumps(_encode(layer)))
+        _replace(self._path(conversion), json.dumps(_encode(layer) | {"group": list(sizes)}))
 
     def record_chain(self, layers: Sequence[Layer], diff_ids: Sequence[str]) -> None:
         """Remember what a whole stack of published layers was made of."""
-        _replace(self._chain(layers), json.dumps(list(diff_ids)))
+        top = layers[-1].mounted.digest if layers else ""
+        _replace(self._chain(layers), json.dumps({"top": top, "diff_ids": list(diff_ids)}))
 
     def origin(self, layers: Sequence[Layer]) -> tuple[str, ...]:
         """Digests of the uncompressed image layers a whole stack was made of; empty when nobody knows."""
         try:
-            found = json.loads(self._chain(layers).read_bytes())
-        except (FileNotFoundError, ValueError):
+            return tuple(str(one) for one in json.loads(self._chain(layers).read_bytes())["diff_ids"])
+        except (FileNotFoundError, ValueError, TypeError, LookupError):
             return ()
-        return tuple(str(one) for one in found) if isinstance(found, list) else ()
+
+    def sweep(self) -> int:
+        """Delete the entries whose layer is gone, and sizes no entry needs; how many there were."""
+        gone: list[Path] = []
+        needed: set[str] = set()
+        for path in _files(self._layers):
+            fields = _read(path)
+            try:
+                layer = _decode(fields, LayerRole.BASE)
+                group = [str(one).replace(":", "-") for one in fields["group"]]
+            except (ValueError, LookupError, TypeError, ImageInvalidError):
+                gone.append(path)
+                continue
+            if self._has(layer.mounted.digest):
+                needed.update(group)
+            else:
+                gone.append(path)
+        gone += (path for path in _files(self._sizes) if path.name not in needed)
+        gone += (path for path in _files(self._chains) if not self._has(_read(path).get("top")))
+        for path in gone:
+            path.unlink(missing_ok=True)
+        return len(gone)
+
+    def _has(self, digest: object) -> bool:
+        try:
+            return self._store.blob_path(str(digest)).exists()
+        except ImageInvalidError:
+            return False
 
     def _chain(self, layers: Sequence[Layer]) -> Path:
         text = "\n".join(layer.digest for layer in layers)
@@ -169,6 +197,19 @@ def _decode(fields: Mapping[str, Any], role: LayerRole) -> Layer:
     if layer.digest != fields["digest"]:
         raise ValueError("the digest is not of these files")
     return layer
+
+
+def _files(directory: Path) -> list[Path]:
+    return sorted(directory.iterdir()) if directory.is_dir() else []
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """Its JSON object; empty when it is none."""
+    try:
+        fields = json.loads(path.read_bytes())
+    except (FileNotFoundError, ValueError):
+        return {}
+    return fields if isinstance(fields, dict) else {}
 
 
 def _replace(path: Path, text: str) -> None:

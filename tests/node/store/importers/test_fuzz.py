@@ -4,6 +4,8 @@ over each other by the kernel show what the same layers written into one tree do
 from __future__ import annotations
 
 import gzip
+import hashlib
+import json
 import os
 import random
 import stat
@@ -47,10 +49,10 @@ def unpack(content: bytes, tree: Path) -> None:
 def damaged(content: bytes, rng: random.Random) -> bytes:
     result = bytearray(content)
     for _ in range(rng.randint(1, 4)):
-        at = rng.randrange(len(result))
+        at = rng.randrange(len(result) or 1)
         match rng.randrange(3):
             case 0:
-                result[at] = rng.randrange(256)
+                result[at : at + 1] = bytes([rng.randrange(256)])
             case 1:
                 del result[at : at + rng.randint(1, 700)]
             case _:
@@ -176,3 +178,39 @@ def test_layers_apart_and_together_are_the_same_tree(store: ImageStore, disk: Pa
             assert not difference(apart, together), layers
             same += 1
     assert same > ROUNDS // 20
+
+
+@pytest.mark.erofs
+@pytest.mark.overlay
+@pytest.mark.parametrize("kind", ["layout", "docker"])
+@pytest.mark.timeout(600)
+def test_damaged_images_are_refused_or_imported(store: ImageStore, disk: Path, kind: str) -> None:
+    """Damage anywhere in a packed image, its descriptions too: an image, or an error of ours, and nothing left."""
+    rng = random.Random(kind)
+    entries = [[directory("d"), file("d/a", b"a" * 600)], [file("d/.wh.a"), file("d/b", b"b" * 600)]]
+    if kind == "layout":
+        layout = make_layout(disk / "layout", entries)
+        files = {str(path.relative_to(layout)): path.read_bytes() for path in layout.rglob("*") if path.is_file()}
+    else:
+        files = docker_files([tar_of(one) for one in entries])
+    for _ in range(ROUNDS // 2):
+        broken = dict(files)
+        name = rng.choice(sorted(files))
+        broken[name] = damaged(broken[name], rng)
+        content = tar_of([file(one, content) for one, content in broken.items()])
+        (disk / "a.tar").write_bytes(fixed_sums(damaged(content, rng)) if rng.random() < 0.2 else content)
+        try:
+            imported(store, "x", f"{'oci' if kind == 'layout' else 'docker'}-archive:{disk / 'a.tar'}", replace=True)
+        except ImageError:
+            pass
+        assert not list((store.root / "staging").iterdir())
+
+
+def docker_files(tars: list[bytes]) -> dict[str, bytes]:
+    """The files of an old archive of `docker save`."""
+    diff_ids = [f"sha256:{hashlib.sha256(tar).hexdigest()}" for tar in tars]
+    config = json.dumps({"os": "linux", "architecture": "amd64", "rootfs": {"diff_ids": diff_ids}}).encode()
+    name = f"{hashlib.sha256(config).hexdigest()}.json"
+    layers = {f"{number}/layer.tar": tar for number, tar in enumerate(tars)}
+    manifest = [{"Config": name, "RepoTags": ["x:1"], "Layers": list(layers)}]
+    return {"manifest.json": json.dumps(manifest).encode(), name: config, **layers}

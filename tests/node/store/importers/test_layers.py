@@ -20,7 +20,9 @@ from opendsec.errors import ImageInvalidError, ImageNotFoundError, InvalidSpecEr
 from opendsec.linux.mount import mountinfo
 from opendsec.model.image import Image, LayerRole
 from opendsec.store.annotations import LAYER_ROLE
+from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
+from opendsec.store.importers.conversions import Conversions
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 
@@ -99,7 +101,25 @@ def test_an_image_that_was_removed_is_converted_again(store: ImageStore, disk: P
         assert (tree / "d/a").read_bytes() == b"a" * SMALL
 
 
-@pytest.mark.parametrize("damage", [b"", b"{}", b"[1]", b'{"digest": "sha256:0"}', b"\xff" * 100])
+def test_what_is_remembered_goes_with_its_layers(store: ImageStore, disk: Path) -> None:
+    put_in(store, disk, "kept", BOTTOM)
+    put_in(store, disk, "gone", [*BOTTOM[:2], layer("x", LARGE)])
+    before = sum(path.is_file() for path in (store.root / "conversions").rglob("*"))
+    assert Conversions(store).sweep() == 0
+    store.remove("gone")
+    collect(store, grace_s=0)
+    assert Conversions(store).sweep() == 3  # Its last group, that one's size, and the whole.
+    assert sum(path.is_file() for path in (store.root / "conversions").rglob("*")) == before - 3
+    layout = make_layout(disk / "again", BOTTOM)
+    without_blobs(layout, store.get("kept"), keep=0)
+    assert imported(store, "again", layout, collapse_bytes=LIMIT).layers == store.get("kept").layers
+    shutil.rmtree(store.root / "conversions")
+    assert Conversions(store).sweep() == 0
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"{}", b'{"digest": "", "meta": [], "data": []}', b"[1]", b'{"digest": "sha256:0"}', b"\xff" * 100]
+)
 def test_a_damaged_entry_is_none(store: ImageStore, disk: Path, damage: bytes) -> None:
     layout = make_layout(disk / "layout", BOTTOM)
     first = imported(store, "x", layout)
@@ -107,6 +127,10 @@ def test_a_damaged_entry_is_none(store: ImageStore, disk: Path, damage: bytes) -
         if path.is_file():
             path.write_bytes(damage)
     assert imported(store, "y", layout).layers == first.layers
+    for path in (store.root / "conversions").rglob("*"):
+        if path.is_file():
+            path.write_bytes(damage)
+    assert Conversions(store).sweep() == 6
 
 
 def test_a_layer_that_lost_bytes_is_not_taken(store: ImageStore, disk: Path) -> None:
