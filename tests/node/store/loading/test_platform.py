@@ -109,6 +109,9 @@ def test_sandboxes_read_on_whoever_is_killed(store: ImageStore, environment: Map
         with pytest.raises(errors.UnsupportedError):
             sandbox.pack_diff("mine")
         guardian = pid_of(environment, "loader")
+        restarted = opendsec(environment, "up", "-d", "--restart")
+        assert restarted.returncode == 0, restarted.stderr
+        assert pid_of(environment, "loader") == guardian, "a restart leaves the loader alone"
         (server,) = children(guardian)
         os.kill(guardian, signal.SIGKILL)
         wait_gone(server)
