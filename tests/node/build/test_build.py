@@ -146,6 +146,8 @@ ENTRYPOINT ["/init"]
 """
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(240)
 async def test_the_same_tree_as_buildah(
     client: opendsec.DSecClient, platform: Platform, context: Path, tmp_path: Path
 ) -> None:
