@@ -20,7 +20,7 @@ from opendsec.store.erofs import make_erofs
 from opendsec.store.mounts import open_erofs
 from opendsec.store.tree_view import OPAQUE, ComposedTree, LayerTree
 
-pytestmark = [pytest.mark.root, pytest.mark.erofs]
+pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 
 NAMES = ("a", "b", "c", "d e", "\udcff")
 
