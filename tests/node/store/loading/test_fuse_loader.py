@@ -103,7 +103,7 @@ def test_a_cache_with_no_room_serves_all_the_same(store: ImageStore, disk: Path,
             return digests(tree_of(fd)) == expected
 
         with ThreadPoolExecutor(8) as pool:
-            assert all(pool.map(read_all, range(24)))
+            assert all(pool.map(read_all, range(12)))
         cache = node.ask("status")["cache"]
         assert cache["evicted_bytes"] > 0
         assert cache["used_bytes"] <= 1 << 20
@@ -299,7 +299,7 @@ def test_many_readers_agree_under_pressure(store: ImageStore, disk: Path, start_
         trees = [tree_of(layers.acquire(image)[0]) for image in images]
         dropper.start()
         try:
-            found = list(pool.map(lambda n: digests(trees[n % 4]) == expected[n % 4], range(64)))
+            found = list(pool.map(lambda n: digests(trees[n % 4]) == expected[n % 4], range(32)))
         finally:
             ended.set()
             dropper.join()

@@ -181,7 +181,7 @@ STEPS = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(steps=STEPS)
 def test_whatever_happens_a_chunk_is_right_or_not_here(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[str, int]]

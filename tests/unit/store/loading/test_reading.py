@@ -53,7 +53,7 @@ def asked(reader: BlobReader, offset: int, size: int) -> Answer:
 PARTS = st.lists(st.tuples(st.integers(0, SIZE - 1), st.integers(1, 600_000)), min_size=1, max_size=30)
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(parts=PARTS, seed=st.integers(0, 1000), limit=st.sampled_from([0, 2, 1000]))
 def test_all_reads_agree_with_the_truth_or_fail(
     tmp_path_factory: pytest.TempPathFactory, parts: list[tuple[int, int]], seed: int, limit: int
