@@ -206,8 +206,8 @@ class Packing:
         scrub = Scrub(
             scrub=request.scrub, keep=request.keep, defaults=request.defaults, homes=homes_in(changes.tree, below)
         )
-        pack.tell(Progress(phase="looking at what has changed"))
-        selection = select(changes.tree, scrub, below)
+        looking = Progress(phase="looking at what has changed")
+        selection = select(changes.tree, scrub, below, on_look=lambda: pack.tell(looking))
         if not selection.changed:
             on_read()
             return self._unchanged(pack, image, selection)

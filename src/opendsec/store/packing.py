@@ -99,13 +99,14 @@ def homes_in(tree: Path, below: Below) -> tuple[str, ...]:
     return homes_of(content.decode("utf-8", "surrogateescape"))
 
 
-def select(tree: Path, scrub: Scrub, below: Below) -> Selection:
+def select(tree: Path, scrub: Scrub, below: Below, *, on_look: Callable[[], None] = lambda: None) -> Selection:
     """Walk the tree and decide. Nothing may change it meanwhile.
 
+    `on_look` is called before each directory; what it raises ends the walk.
     Raises ImageInvalidError naming the entry, InvalidSpecError when more is left out one by one than can be, OSError.
     """
     with _long_paths_named(str(tree)):
-        entries = _walk(tree, scrub)
+        entries = _walk(tree, scrub, on_look)
     _settle(entries, str(tree), below)
     told = sorted(one.path for one in entries if one.matched and not one.stays and _is_first(one, entries))
     back = [path for path in told if below.find(path) is not None]
@@ -192,13 +193,14 @@ def on_top(
     return merged(store, work, [*image.layers, layer], open_layer, on_progress=on_progress)
 
 
-def _walk(tree: Path, scrub: Scrub) -> list[Entry]:
+def _walk(tree: Path, scrub: Scrub, on_look: Callable[[], None]) -> list[Entry]:
     """Everything below the tree, a directory before what is in it."""
     root = str(tree)
     entries: list[Entry] = []
     todo = [(root, -1)]
     while todo:
         directory, parent = todo.pop()
+        on_look()
         for found in _listed(directory):
             path = found.path[len(root) :]
             status = found.stat(follow_symlinks=False)

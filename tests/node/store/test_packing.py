@@ -219,3 +219,13 @@ def test_below_shows_what_the_kernel_shows(disk: Path, layers: list[Path]) -> No
         for fd in fds:
             os.close(fd)
         subprocess.run(["umount", mounted], check=True, timeout=10)
+
+
+def test_a_walk_can_be_ended(disk: Path, nothing: Below) -> None:
+    (disk / "tree/a/b").mkdir(parents=True)
+
+    def stop() -> None:
+        raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        select(disk / "tree", Scrub(), nothing, on_look=stop)
