@@ -31,7 +31,7 @@ from opendsec.store.loading.control import ask
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import SOCKET, FuseLoader
 from opendsec.store.loading.sources import open_files
-from opendsec.store.mounts import LayerMounts
+from opendsec.store.mounts import LayerMounts, unmount_layers
 
 Truth = Mapping[str, str]
 """Digest of each file's content."""
@@ -131,12 +131,13 @@ def start_node(disk: Path) -> Iterator[StartNode]:
 
 
 def _end(node: Node) -> None:
-    with node.mounts() as mounts:
-        mounts.unmount_all()
-    if node.process is not None and node.process.poll() is None:
-        node.process.send_signal(signal.SIGTERM)
-        node.process.wait(20)
-    unmount_data(node.run_dir)
+    try:
+        unmount_layers(node.run_dir / "layers")
+    finally:
+        if node.process is not None and node.process.poll() is None:
+            node.process.send_signal(signal.SIGTERM)
+            node.process.wait(20)
+        unmount_data(node.run_dir)
 
 
 def make_image(store: ImageStore, name: str, *, files: int = 40, seed: int = 0, largest: int = 400_000) -> Image:
