@@ -34,27 +34,50 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 
 def app_for(words: Sequence[str]) -> typer.Typer:
-    """What these words need: the client's commands alone when they name one of them, else everything."""
+    """What these words need: the client's commands alone, images alone, or everything."""
     names = {command.name for command in client_app.registered_commands}
-    return client_app if words and words[0] in names else whole_app()
+    match words[:1]:
+        case [first] if first in names:
+            return client_app
+        case ["--version"]:
+            return _outline()
+        case ["image"]:
+            app = _outline()
+            _add_images(app)
+            return app
+        case _:
+            return whole_app()
 
 
 def whole_app() -> typer.Typer:
     """All commands: the client's and this machine's."""
-    from opendsec.host import doctor, image_commands, up
+    from opendsec.host import doctor, up
 
-    whole = typer.Typer()
-    whole.info = client_app.info
-    whole.callback()(_options)
-    whole.pretty_exceptions_enable = False
-    whole.rich_markup_mode = client_app.rich_markup_mode
-    whole.registered_commands = list(client_app.registered_commands)
+    whole = _outline()
     for name, command in (("up", up.up), ("down", up.down), ("status", up.status), ("doctor", doctor.doctor)):
         whole.command(name, rich_help_panel=_PANEL)(command)
+    _add_images(whole)
+    return whole
+
+
+def _outline() -> typer.Typer:
+    """The client's commands and the options of all."""
+    app = typer.Typer()
+    app.info = client_app.info
+    app.callback()(_options)
+    app.pretty_exceptions_enable = False
+    app.rich_markup_mode = client_app.rich_markup_mode
+    app.registered_commands = list(client_app.registered_commands)
+    return app
+
+
+def _add_images(app: typer.Typer) -> None:
+    """Commands about images, the client's and this machine's in one group."""
+    from opendsec.host import image_commands
+
     for group in client_app.registered_groups:
         assert group.typer_instance is not None
-        whole.add_typer(_merged(group.typer_instance, image_commands.app), name=group.name, rich_help_panel="Images")
-    return whole
+        app.add_typer(_merged(group.typer_instance, image_commands.app), name=group.name, rich_help_panel="Images")
 
 
 def _merged(client: typer.Typer, host: typer.Typer) -> typer.Typer:

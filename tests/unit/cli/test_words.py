@@ -59,8 +59,11 @@ def test_the_cause_of_nested_groups() -> None:
 
 def test_client_commands_come_without_the_machines() -> None:
     assert "up" not in {command.name for command in app_for(["ls", "-a"]).registered_commands}
-    for words in ([], ["--help"], ["up"], ["image", "ls"], ["no-such-command"]):
+    for words in ([], ["--help"], ["up"], ["no-such-command"]):
         assert {"ls", "up"} <= {command.name for command in app_for(words).registered_commands}
+    images = app_for(["image", "ls"])
+    assert "up" not in {command.name for command in images.registered_commands}
+    assert [group.name for group in images.registered_groups] == ["image"]
 
 
 @pytest.mark.parametrize(
