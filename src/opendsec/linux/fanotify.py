@@ -56,7 +56,10 @@ class Request:
 
 
 def open_group() -> int:
-    """A new group: a descriptor that does not block, for who waits may go away. OSError EINVAL before Linux 6.14, EPERM without CAP_SYS_ADMIN."""
+    """A new group: a descriptor that does not block, for who waits may go away.
+
+    OSError EINVAL before Linux 6.14, EPERM without CAP_SYS_ADMIN.
+    """
     flags = libc.FAN_CLASS_PRE_CONTENT | libc.FAN_CLOEXEC | libc.FAN_NONBLOCK | libc.FAN_UNLIMITED_QUEUE
     return libc.fanotify_init(flags, os.O_RDWR | os.O_CLOEXEC | getattr(os, "O_LARGEFILE", 0))
 
