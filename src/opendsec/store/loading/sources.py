@@ -206,7 +206,7 @@ class ObjectFiles(StoreFiles):
         from obstore.exceptions import BaseError
 
         try:
-            put(self._store, name, content)
+            put(self._store, name, content, use_multipart=False)  # plain HTTP knows no parts
         except (BaseError, OSError) as error:
             raise _as_os_error(error, name) from error
 
