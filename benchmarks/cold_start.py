@@ -346,9 +346,11 @@ async def record(backend: ContainerBackend, layers: Layers, bench: Bench, comman
         layers.measured = mounts
         ask(bench.run / SOCKET, "record", timeout_s=20, layer=layer)
         _, guest, plan = await start(backend, bench, bench.image)
-        await run_command(guest, 1, command)
-        ask(bench.run / SOCKET, "recorded", timeout_s=20, layer=layer, command=command)
-        await end(backend, plan)
+        try:
+            await run_command(guest, 1, command)
+            ask(bench.run / SOCKET, "recorded", timeout_s=60, layer=layer, command=command)
+        finally:
+            await end(backend, plan)
         target = bench.work / "profiles" / command
         target.parent.mkdir(exist_ok=True)
         shutil.copy(place / "cache" / profile_name(bench.image.layers[0].digest), target)
