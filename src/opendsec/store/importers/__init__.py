@@ -20,7 +20,7 @@ from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
 from opendsec.model.spec import check_env, check_path
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.importers.conversions import Conversions
-from opendsec.store.importers.convert import Below, Work, convert, plan
+from opendsec.store.importers.convert import Below, Converted, Plan, Work, convert, plan
 from opendsec.store.importers.docker import find_docker, looks_like_docker
 from opendsec.store.importers.grouping import COLLAPSE_BYTES
 from opendsec.store.importers.limits import Limits
@@ -167,6 +167,13 @@ class _Import:
         converted = convert(self._work, image, prepared)
         layers = [*(one.publishable for one in prepared.found), *(one.layer for one in converted)]
         published = self._publish(layers, image.config)
+        try:
+            self._remember(image, prepared, converted)
+        except OSError as error:  # The image is there; the next one will be converted anew.
+            self._on_progress(Progress(phase=f"what was converted could not be remembered: {error.strerror}"))
+        return published
+
+    def _remember(self, image: OciImage, prepared: Plan, converted: Sequence[Converted]) -> None:
         for one in converted:
             self._conversions.record(one.conversion, one.layer.layer, one.sizes)
         below = self._work.below
@@ -174,7 +181,6 @@ class _Import:
             diff_ids = [*below.diff_ids, *(layer.diff_id for layer in image.layers)]
             own = [*(one.layer for one in prepared.found), *(one.layer.layer for one in converted)]
             self._conversions.record_chain([*below.layers, *own], diff_ids)
-        return published
 
     def _above_base(self, image: OciImage) -> OciImage:
         """Without the layers its base has, when it begins with all of those."""

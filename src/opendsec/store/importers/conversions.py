@@ -200,7 +200,8 @@ def _decode(fields: Mapping[str, Any], role: LayerRole) -> Layer:
 
 
 def _files(directory: Path) -> list[Path]:
-    return sorted(directory.iterdir()) if directory.is_dir() else []
+    """Entries, and none that is just being written."""
+    return sorted(path for path in directory.iterdir() if path.name[0] != ".") if directory.is_dir() else []
 
 
 def _read(path: Path) -> dict[str, Any]:

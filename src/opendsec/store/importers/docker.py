@@ -31,7 +31,8 @@ def looks_like_docker(root: Path) -> bool:
     files = ImageFiles(root)
     if not files.has(MANIFEST) or (root / "usr").exists() or (root / "bin").exists():
         return False
-    return files.small(MANIFEST, limit=1 << 30).lstrip()[:1] == b"["
+    with files.open(MANIFEST) as manifest:
+        return manifest.read(64).lstrip()[:1] == b"["
 
 
 def find_docker(root: Path, ref: str, *, platform: Platform, limits: Limits) -> OciImage:

@@ -11,6 +11,7 @@ archive has no lower layers, so names in it that look like whiteouts are files l
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
@@ -92,12 +93,22 @@ def check_tree(tree: Path) -> None:
         why = ""
         if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
             why = "the character device 0:0 would be a whiteout of overlayfs"
-        for name in os.listxattr(path, follow_symlinks=False):
+        for name in _attributes(path):
             if os.fsencode(name).startswith(OVERLAY_XATTRS):
                 why = f"the attribute {name} is reserved for overlay file systems"
         if why:
             entry = os.fsdecode(os.path.relpath(path, os.fsencode(tree)))
             raise ImageInvalidError(f"entry {entry!r}: {why}", detail={"entry": entry})
+
+
+def _attributes(path: bytes) -> list[str]:
+    """Names; a file system that has none has none of these either."""
+    try:
+        return os.listxattr(path, follow_symlinks=False)
+    except OSError as error:
+        if error.errno == errno.EOPNOTSUPP:
+            return []
+        raise
 
 
 def _check_links(tree: bytes, below: bytes) -> None:

@@ -193,7 +193,7 @@ def test_damaged_images_are_refused_or_imported(store: ImageStore, disk: Path, k
         files = {str(path.relative_to(layout)): path.read_bytes() for path in layout.rglob("*") if path.is_file()}
     else:
         files = docker_files([tar_of(one) for one in entries])
-    for _ in range(ROUNDS // 2):
+    for _ in range(ROUNDS // 4):
         broken = dict(files)
         name = rng.choice(sorted(files))
         broken[name] = damaged(broken[name], rng)

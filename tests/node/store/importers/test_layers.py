@@ -22,7 +22,10 @@ from opendsec.model.image import Image, LayerRole
 from opendsec.store.annotations import LAYER_ROLE
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
+from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.conversions import Conversions
+from opendsec.store.importers.source import parse_source
+from opendsec.store.progress import Progress
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 
@@ -115,6 +118,16 @@ def test_what_is_remembered_goes_with_its_layers(store: ImageStore, disk: Path) 
     assert imported(store, "again", layout, collapse_bytes=LIMIT).layers == store.get("kept").layers
     shutil.rmtree(store.root / "conversions")
     assert Conversions(store).sweep() == 0
+
+
+def test_an_image_is_there_even_if_nothing_can_be_remembered(store: ImageStore, disk: Path) -> None:
+    (store.root / "conversions").mkdir(exist_ok=True)
+    (store.root / "conversions/layers").write_text("in the way")
+    seen: list[Progress] = []
+    request = ImportRequest(name="x", source=parse_source(str(make_layout(disk / "layout", BOTTOM))))
+    image = import_image(store, request, on_progress=seen.append)
+    assert store.get("x") == image
+    assert "could not be remembered" in seen[-1].phase
 
 
 @pytest.mark.parametrize(
