@@ -111,7 +111,7 @@ class Program:
     argv: Sequence[str]
     log: Path
     keeper: subprocess.Popen[bytes] | None = None
-    pidfd: int = -1
+    pid: int = 0
 
     def start(self) -> None:
         """Begin; it may not be ready yet."""
@@ -126,15 +126,20 @@ class Program:
         assert self.keeper.stdout is not None
         self.keeper.stdin.write(b"\n")
         self.keeper.stdin.flush()
-        self.pidfd = os.pidfd_open(int(self.keeper.stdout.readline()))
+        self.pid = int(self.keeper.stdout.readline())
 
     def kill(self) -> None:
         """SIGKILL, and wait until it is gone. Idempotent."""
-        if self.pidfd >= 0:
-            signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
-            assert select.select([self.pidfd], [], [], 20)[0], f"{self.argv[0]} does not end"
-            os.close(self.pidfd)
-            self.pidfd = -1
+        pid, self.pid = self.pid, 0
+        with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+            if not pid or self.argv[0] not in Path(f"/proc/{pid}/cmdline").read_text():
+                return
+            pidfd = os.pidfd_open(pid)
+            try:
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+                assert select.select([pidfd], [], [], 20)[0], f"{self.argv[0]} does not end"
+            finally:
+                os.close(pidfd)
 
     def close(self) -> None:
         """For good."""

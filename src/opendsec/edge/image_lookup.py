@@ -11,6 +11,7 @@ import asyncio
 from dataclasses import dataclass, field
 
 from opendsec.edge.images import ImageSource
+from opendsec.errors import NodeError
 from opendsec.model.image import Image
 from opendsec.model.spec import SandboxSpec
 
@@ -58,5 +59,13 @@ class ImageLookup:
     async def _look_up(self, asked: _Asked, turn: _Turn) -> None:
         image, workspace, toolkits = asked
         turn.begun += 1
-        turn.found = await asyncio.to_thread(self._images.compose, image, workspace=workspace, toolkits=toolkits)
+        try:
+            turn.found = await asyncio.to_thread(self._images.compose, image, workspace=workspace, toolkits=toolkits)
+        except OSError as exc:
+            raise NodeError(
+                f"image {image!r} cannot be looked up, the store cannot be read: {exc}",
+                detail={"image": image},
+                remedy="see whether its file system is mounted and its servers answer; then try again",
+                retryable=True,
+            ) from exc
         turn.found_by = turn.begun
