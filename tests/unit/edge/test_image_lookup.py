@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import threading
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from tests.unit.edge.edges import until
 
 from opendsec.edge.image_lookup import ImageLookup
 from opendsec.edge.images import AnyImage
-from opendsec.errors import ImageNotFoundError
+from opendsec.errors import ImageNotFoundError, NodeError
 from opendsec.model.image import Image
 from opendsec.model.spec import SandboxSpec
 
@@ -69,6 +70,17 @@ async def test_failures_are_everybodys_own_and_nothing_is_kept() -> None:
     assert [type(one) for one in found] == [ImageNotFoundError] * 5
     assert (await lookup.find(SandboxSpec(image="x"))).name == "one"
     assert lookup._turns == {}
+
+
+class Unreachable(Moving):
+    def compose(self, image: str, *, workspace: str = "", toolkits: Sequence[str] | None = None) -> Image:
+        raise OSError(errno.EIO, "Input/output error", f"/store/{image}/{workspace}/{toolkits}")
+
+
+async def test_a_store_that_cannot_be_read_may_be_asked_again() -> None:
+    with pytest.raises(NodeError, match="the store cannot be read") as caught:
+        await ImageLookup(Unreachable()).find(SandboxSpec(image="x"))
+    assert caught.value.retryable
 
 
 async def test_a_thousand_at_once_cost_two_lookups() -> None:
