@@ -35,7 +35,7 @@ def exclude(out: Sequence[str], stays: Sequence[str]) -> Exclusion:
     regexes: list[str] = []
     rest: Sequence[str] = out
     for key, expression in ((_directory, "^{}/"), (_name, "(^|/){}$"), (_ending, "[.]{}$")):
-        taken = set(map(key, stays))
+        taken = {_matched_ending(path) if key is _ending else key(path) for path in stays}
         rest = _grouped(rest, key, taken, expression, regexes)
     if sum(len(path) + 32 for path in rest) > MAX_ARGUMENT_BYTES:
         raise InvalidSpecError(
@@ -75,6 +75,11 @@ def _ending(path: str) -> str:
     name = _name(path)
     stem, dot, ending = name.rpartition(".")
     return ending if dot and stem else f"\0{name}"
+
+
+def _matched_ending(path: str) -> str:
+    """The ending by whose expression a path is matched: of `.env` too, which no group is made of."""
+    return _name(path).rpartition(".")[2]
 
 
 def _escaped(text: str) -> str:

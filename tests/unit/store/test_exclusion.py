@@ -41,6 +41,14 @@ def test_an_ending_is_one_expression_unless_something_else_has_it() -> None:
     assert (kept.regexes, len(kept.paths)) == ((), 1000)
 
 
+def test_a_name_that_is_nothing_but_an_ending_stays() -> None:
+    out = [f"build/{number}/x{number}.env" for number in range(1000)]
+    directories = [f"build/{number}" for number in range(1000)]
+    kept = exclude(out, ["app", "app/.env", "build", *directories, *(f"{one}/y" for one in directories)])
+    assert not is_out(kept, "app/.env")
+    assert len(kept.paths) == 1000
+
+
 def test_names_that_mean_something_else_to_an_expression_are_named_one_by_one() -> None:
     out = [f"a(b/{number}" for number in range(20)]
     assert exclude(out, ["a(b"]) == Exclusion(paths=tuple(out))
