@@ -391,11 +391,19 @@ class BlobReader:
 
     def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
         """In this thread, what is neither here nor under way."""
-        for run in self._claim_absent(numbers):
-            error = self._fetch(run)
-            if error is not None:
-                return error
-        return None
+        return self._fetch_each(self._claim_absent(numbers))
+
+    def _fetch_each(self, runs: Sequence[_Run]) -> OpenDSecError | None:
+        """One after the other until one fails. The others are given up too: who waits for them asks anew."""
+        left = deque(runs)
+        error: OpenDSecError | None = None
+        try:
+            while left and error is None:
+                error = self._fetch(left.popleft())
+        finally:
+            for run in left:
+                self._complete(run, {}, NodeError("given up after another chunk failed", retryable=True))
+        return error
 
     def _claim_absent(self, numbers: Iterable[int]) -> list[_Run]:
         absent = [n for first in numbers for n in self.cached.missing(first, 1)]
@@ -407,18 +415,20 @@ class BlobReader:
         """In this thread; what `read` does not give, or gives wrong, is fetched."""
         runs = self._claim_absent(numbers)
         left = list(runs)
+        problem: OpenDSecError | None = None
         try:
             given = read() if runs else {}
             for run in runs:
                 wanted = range(run.first, run.first + len(run.futures))
                 chunks = {n: given[n] for n in wanted if n in given and check_chunk(self._table, n, given[n])}
                 if len(chunks) == len(wanted):
-                    chunks, error = self._written(chunks, None)
+                    kept, error = self._written(chunks, None)
                     left.remove(run)
-                    self._complete(run, chunks, error)
+                    self._complete(run, kept if self._must_keep else chunks, error)
+                    problem = problem or error
         finally:
-            errors = [self._fetch(run) for run in left]
-        return next((error for error in errors if error is not None), None)
+            error = self._fetch_each(left)
+        return error or problem
 
     def _read_ahead(self, offset: int, size: int) -> None:
         end = offset + size

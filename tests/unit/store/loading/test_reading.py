@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.unit.store.loading.faulty import Answer, Fault, FaultyFiles, all_of, blob_of
+from tests.unit.store.loading.faulty import Answer, Fault, FaultyFiles, all_of, blob_of, honest
 
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.cache import SLOT_BYTES, ChunkCache
@@ -182,3 +182,33 @@ def test_the_end_answers_whoever_waits(tmp_path: Path) -> None:
         threading.Timer(0.2, release.set).start()
         reader._engine.close()
         assert answer.wait().error == errno.EIO
+
+
+def test_a_load_that_fails_keeps_no_chunk_from_later_reads(tmp_path: Path) -> None:
+    """Two runs are asked for at once, since one chunk between them is here; the first fails."""
+    files = FaultyFiles(CONTENT)
+    with readers(tmp_path, files, CONTENT, patience_s=1.0) as (reader,):
+        asked(reader, 2 * CHUNK_BYTES, 10).wait()
+        files.fault = lambda _name, _offset, content: bytes(len(content))
+        (first, *_) = reader.load([0, 1, 2, 3, 4], at_once=1)
+        assert first.exception(timeout=10) is not None
+        files.fault = honest
+        assert asked(reader, 0, 5 * CHUNK_BYTES).wait().content == CONTENT[: 5 * CHUNK_BYTES]
+        assert not reader._under_way
+
+
+def test_chunks_that_are_given_reach_who_waits_though_nothing_can_be_kept(tmp_path: Path) -> None:
+    began, go_on = threading.Event(), threading.Event()
+
+    def given() -> dict[int, bytes]:
+        began.set()
+        go_on.wait(10)
+        return {0: CONTENT[:CHUNK_BYTES]}
+
+    with readers(tmp_path, FaultyFiles(CONTENT), CONTENT, limit_bytes=0) as (reader,):
+        (loading,) = reader.load_given([([0], given)], at_once=1)
+        assert began.wait(10)
+        answer = asked(reader, 0, CHUNK_BYTES)
+        go_on.set()
+        assert answer.wait().content == CONTENT[:CHUNK_BYTES]
+        assert loading.exception(timeout=10) is not None, "there is no use in loading more"
