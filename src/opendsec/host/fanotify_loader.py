@@ -210,9 +210,9 @@ def fill(settings: LoadingSettings, state: Path, run_dir: Path) -> int:
         control.start()
         log.info("loader_ready", extra={"fields": {"store": settings.address, "cache_mb": limit >> 20}})
         select.select([stop_fd], [], [])
-        front.close()
         control.close()
-        daemon.close()
+        daemon.close()  # it may read our files, so somebody must still answer
+        front.close()
         sys.stderr.flush()
         os._exit(0)  # threads may hang in a store that will never answer
 
