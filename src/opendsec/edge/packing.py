@@ -63,6 +63,11 @@ class Pack:
         """Whether it may go on. Asked from its thread, too."""
         return not self.given_up and self.sandbox.life.end_reason is None
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether there is an outcome."""
+        return self._ended.is_set()
+
     def tell(self, progress: Progress) -> None:
         """From its thread. Raises GivenUpError when there is nothing to go on for."""
         self._progress = progress
@@ -80,7 +85,7 @@ class Pack:
     async def follow(self, request_id: str) -> AsyncGenerator[PackEvent]:
         """Where it stands about once a second, then how it ended. What fails at once is raised."""
         told = False
-        while not await self._has_ended(TELL_EVERY_S):
+        while not await self._ends_within(TELL_EVERY_S):
             told = True
             yield PackEvent(phase=self._progress.phase, done=self._progress.done, total=self._progress.total)
         if self.error is None:
@@ -91,7 +96,7 @@ class Pack:
         fields = codec.error_fields(self.error)
         yield PackEvent(phase="failed", error={**fields, "request_id": request_id})
 
-    async def _has_ended(self, seconds: float) -> bool:
+    async def _ends_within(self, seconds: float) -> bool:
         try:
             async with asyncio.timeout(seconds):
                 await self._ended.wait()
@@ -159,6 +164,8 @@ class Packing:
             log.warning("pack_failed", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
             pack.end(errors.NodeError(f"the sandbox could not be packed: {exc}"))
         finally:
+            if not pack.has_ended:  # a fault of ours, which whoever spawned this logs: nobody may wait for it
+                pack.end(errors.NodeError("the edge failed while it packed; see its log", retryable=False))
             if pack.result is None:
                 self._packs.pop(place, None)  # a repeat is a new try
             if not sandbox.live:

@@ -24,6 +24,10 @@ class Below:
         self._layers = tuple(layers)
         self._directories: dict[str, tuple[int, ...]] = {"": self._layers}
 
+    def under(self, layer: int) -> Below:
+        """The same stack with one more layer on top."""
+        return Below((layer, *self._layers))
+
     def find(self, path: str) -> os.stat_result | None:
         """lstat(2) of an absolute path as the stack shows it; None when it shows nothing there."""
         return self._look(path)[0]
@@ -74,11 +78,14 @@ class Below:
         return shown, tuple(taking_part)
 
     def _holding(self, directory: str) -> tuple[int, ...]:
-        """Layers whose directory of that path is seen, topmost first."""
-        known = self._directories.get(directory)
-        if known is None:
-            known = self._directories[directory] = self._look(directory)[1]
-        return known
+        """Layers whose directory of that path is seen, topmost first. However deep it is: no call for each level."""
+        unknown = []
+        while directory not in self._directories:
+            unknown.append(directory)
+            directory = directory.rpartition("/")[0]
+        for path in reversed(unknown):
+            self._directories[path] = self._look(path)[1]
+        return self._directories[unknown[0] if unknown else directory]
 
 
 def is_whiteout(status: os.stat_result) -> bool:

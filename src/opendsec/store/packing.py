@@ -89,13 +89,11 @@ class Selection:
 
 def homes_in(tree: Path, below: Below) -> tuple[str, ...]:
     """What `~` stands for in patterns, by the sandbox's own /etc/passwd."""
-    try:
-        descriptor = os.open(tree / "etc" / "passwd", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except OSError:
-        content = below.read("/etc/passwd", most=_PASSWD_BYTES)
-    else:
-        with os.fdopen(descriptor, "rb") as file:
-            content = file.read(_PASSWD_BYTES) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
+    directory = os.open(tree, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:  # a link the sandbox put at /etc must not lead to this host's
+        content = below.under(directory).read("/etc/passwd", most=_PASSWD_BYTES)
+    finally:
+        os.close(directory)
     return homes_of(content.decode("utf-8", "surrogateescape"))
 
 
@@ -239,6 +237,10 @@ def _check(found: os.DirEntry[str], path: str, entry: Entry) -> None:
     """Refuse what cannot be packed; notice an opaque directory, since its attributes are at hand."""
     if len(os.fsencode(found.name)) > NAME_BYTES:
         raise ImageInvalidError(f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path})
+    if entry.status.st_mtime_ns // 10**9 == -1:
+        raise ImageInvalidError(
+            f"entry {path!r}: its time is in the last second before 1970", detail={"entry": path}, remedy="touch it"
+        )
     for name in os.listxattr(found.path, follow_symlinks=False):
         if name in _REFUSED:
             raise ImageInvalidError(

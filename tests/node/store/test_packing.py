@@ -16,9 +16,10 @@ from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.store import packing
 from opendsec.store.below import Below
+from opendsec.store.durable import remove_tree
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.mounts import open_erofs
-from opendsec.store.packing import Selection, pack_layer, select
+from opendsec.store.packing import Selection, homes_in, pack_layer, select
 from opendsec.store.scrub import Scrub
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
@@ -219,6 +220,54 @@ def test_below_shows_what_the_kernel_shows(disk: Path, layers: list[Path]) -> No
         for fd in fds:
             os.close(fd)
         subprocess.run(["umount", mounted], check=True, timeout=10)
+
+
+def test_depth_is_no_obstacle(disk: Path) -> None:
+    deep = "/".join(["d"] * 600)
+    for tree in (disk / "tree", disk / "under"):
+        (tree / "d").mkdir(parents=True)
+        subprocess.run(["mkdir", "-p", deep], cwd=tree, check=True, timeout=10)
+    (disk / "tree" / deep / ".bash_history").write_text("echo secret")
+    fd = os.open(disk / "under", os.O_PATH)
+    try:
+        found = select(disk / "tree", Scrub(), Below([fd]))
+    finally:
+        os.close(fd)
+    assert (found.left_out_paths, found.changed) == ((f"/{deep}/.bash_history",), False)
+    for tree in (disk / "tree", disk / "under"):
+        remove_tree(tree)
+
+
+def test_homes_are_the_sandboxs_own(disk: Path, nothing: Below) -> None:
+    elsewhere = disk / "of-the-host"
+    elsewhere.mkdir()
+    line = "someone:x:1000:1000::/srv/someone:/bin/sh\n"
+    (elsewhere / "passwd").write_text(line)
+    tree = disk / "tree"
+    tree.mkdir()
+    (tree / "etc").symlink_to(elsewhere)
+    assert "/srv/someone" not in homes_in(tree, nothing)
+    (tree / "etc").unlink()
+    (tree / "etc").mkdir()
+    (tree / "etc/passwd").write_text(line)
+    assert "/srv/someone" in homes_in(tree, nothing)
+    fd = os.open(tree, os.O_PATH)
+    try:
+        below = Below([fd])
+        (disk / "upper/etc").mkdir(parents=True)
+        assert "/srv/someone" in homes_in(disk / "upper", below)
+        whiteout(disk / "upper/etc/passwd")
+        assert "/srv/someone" not in homes_in(disk / "upper", below)
+    finally:
+        os.close(fd)
+
+
+def test_a_time_that_would_be_moved_is_refused(disk: Path, nothing: Below) -> None:
+    (disk / "tree").mkdir()
+    (disk / "tree/file").write_text("x")
+    os.utime(disk / "tree/file", ns=(0, -500_000_000))
+    with pytest.raises(ImageInvalidError, match="before 1970"):
+        select(disk / "tree", Scrub(), nothing)
 
 
 def test_a_walk_can_be_ended(disk: Path, nothing: Below) -> None:
