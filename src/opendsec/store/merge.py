@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
@@ -162,7 +163,8 @@ def merged(
     plan = groups(values, most=most, aim=aim)
     result: list[Layer | StagedLayer] = []
     for number, group in enumerate(plan):
-        on_progress(Progress(phase="merging layers", done=number, total=len(plan)))
+        step = Progress(phase="merging layers", done=number, total=len(plan))
+        on_progress(step)
         if len(group) == 1:
             result.append(layers[group.start])
             continue
@@ -170,7 +172,16 @@ def merged(
         hides = on_base or group.start > 0 or role is not LayerRole.BASE
         chosen = [layers[at] for at in group]
         result.append(
-            _merge(store, work, chosen, open_layer, name=f"merged-{number}", hides=hides, on_progress=on_progress)
+            _merge(
+                store,
+                work,
+                chosen,
+                open_layer,
+                name=f"merged-{number}",
+                hides=hides,
+                on_look=partial(on_progress, step),
+                on_progress=on_progress,
+            )
         )
     return result
 
@@ -215,28 +226,31 @@ def _merge(
     *,
     name: str,
     hides: bool,
+    on_look: Callable[[], None],
     on_progress: OnProgress,
 ) -> StagedLayer:
+    """`on_look` is called for each directory that is read and each piece that is copied; what it raises ends it."""
     values = [one.layer if isinstance(one, StagedLayer) else one for one in layers]
     with ExitStack() as stack, store.scratch() as trees:
         fds = [open_layer(one) for one in layers]
         for fd in fds:
             stack.callback(os.close, fd)
         roots = [b"/proc/self/fd/%d" % fd for fd in fds]
-        whole = _read(roots[0], 0, values[0])
+        whole = _read(roots[0], 0, values[0], on_look)
         for number, root in enumerate(roots[1:], 1):
-            whole = lay_over(whole, _read(root, number, values[number]))
+            whole = lay_over(whole, _read(root, number, values[number], on_look))
         tree = trees / "tree"
-        _Writer(roots, os.fsencode(tree)).write(prune(whole, hides=hides))
+        _Writer(roots, os.fsencode(tree), on_look).write(prune(whole, hides=hides))
         return make_layer(store, work, tree, name=name, role=values[0].role, on_progress=on_progress)
 
 
-def _read(root: bytes, number: int, layer: Layer) -> Entry:
+def _read(root: bytes, number: int, layer: Layer, on_look: Callable[[], None]) -> Entry:
     """The whole tree of one layer."""
     top = Entry(layer=number, path=b"", kind=Kind.DIRECTORY, opaque=_is_opaque(root + b"/.", layer))
     left = [top]
     while left:
         directory = left.pop()
+        on_look()
         try:
             with os.scandir(root + b"/" + directory.path) as found:
                 for one in found:
@@ -285,9 +299,10 @@ def _invalid(layer: Layer, path: bytes, why: str) -> ImageInvalidError:
 class _Writer:
     """Writes a merged tree, with everything a layer keeps."""
 
-    def __init__(self, roots: Sequence[bytes], target: bytes) -> None:
+    def __init__(self, roots: Sequence[bytes], target: bytes, on_look: Callable[[], None]) -> None:
         self._roots = roots
         self._target = target
+        self._on_look = on_look
         self._links: dict[tuple[int, int], bytes] = {}
 
     def write(self, root: Entry) -> None:
@@ -300,6 +315,7 @@ class _Writer:
         left = [(root, self._target)]
         while left:
             entry, path = left.pop()
+            self._on_look()
             os.mkdir(path, 0o700)
             yield entry, path
             for name, child in sorted(entry.children.items()):
@@ -320,7 +336,7 @@ class _Writer:
             os.link(self._links[identity], path, follow_symlinks=False)
             return
         if stat.S_ISREG(status.st_mode):
-            _copy(source, path)
+            _copy(source, path, self._on_look)
         elif stat.S_ISLNK(status.st_mode):
             os.symlink(os.readlink(source), path)
         else:
@@ -343,11 +359,12 @@ class _Writer:
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
 
-def _copy(source: bytes, target: bytes) -> None:
+def _copy(source: bytes, target: bytes, on_piece: Callable[[], None]) -> None:
     with open(source, "rb", buffering=0) as reader, open(target, "xb", buffering=0) as writer:
         size = os.fstat(reader.fileno()).st_size
         done = 0
         while done < size:
+            on_piece()
             count = os.sendfile(writer.fileno(), reader.fileno(), done, min(_PIECE_BYTES, size - done))
             if count == 0:
                 raise OSError(errno.EIO, "the file is shorter than its size", os.fsdecode(source))

@@ -21,6 +21,7 @@ from opendsec.store.layers import make_layer
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.merge import MOST, OpenLayer, merged, opened_by, settle
 from opendsec.store.mounts import mount_erofs
+from opendsec.store.progress import Progress
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 
@@ -202,3 +203,29 @@ def test_too_many_layers_are_refused_by_name(store: ImageStore, disk: Path) -> N
     layer = chain(store, disk, 1)[0]
     with pytest.raises(ImageInvalidError, match="'deep' would have 501 layers of its own, at most 500"):
         store.publish("deep", layers=[layer] * 501, config=ImageConfig())
+
+
+@pytest.mark.parametrize("patience", [1, 40, 80])
+def test_merging_can_be_ended_at_any_step(store: ImageStore, disk: Path, open_layer: OpenLayer, patience: int) -> None:
+    class EnoughError(Exception):
+        pass
+
+    seen: list[Progress] = []
+
+    def tell(step: Progress) -> None:
+        seen.append(step)
+        if len(seen) > patience:
+            raise EnoughError
+
+    with store.staging() as work:
+        layers = []
+        for number in range(2):
+            tree = disk / f"wide-{number}"
+            for name in range(30):
+                (tree / f"d{name}").mkdir(parents=True)
+                (tree / f"d{name}/file").write_text(f"{number}")
+            layers.append(as_layer(store, work, tree))
+        with pytest.raises(EnoughError):
+            merged(store, work, layers, open_layer, most=1, aim=1, on_progress=tell)
+    assert len(seen) == patience + 1
+    assert not list(store.layout.staging.iterdir())
