@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -21,6 +22,8 @@ from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
 SCHEMA = 2
 _READABLE = frozenset({1, 2})
 """Schema 1 knew layers of one file, and no references."""
+_NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
+"""What bytes that are no manifest, or no tag, make of being read as one; they may come from a store that lies."""
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 
@@ -118,7 +121,7 @@ def decode_manifest(content: bytes) -> Manifest:
             base=str(fields.get("base", "")),
             toolkits=tuple(str(one) for one in fields.get("toolkits", ())),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except _NOT_OURS as error:
         raise ImageInvalidError(f"the store holds a damaged manifest: {error!r}") from error
 
 
@@ -132,8 +135,12 @@ def decode_tag(content: bytes, *, name: str) -> Tag:
     try:
         fields = json.loads(content)
         _check_schema(fields)
-        return Tag(digest=fields["digest"], created_at=float(fields["created_at"]), source=str(fields["source"]))
-    except (ValueError, KeyError, TypeError) as error:
+        hex_of(fields["digest"])
+        tag = Tag(digest=fields["digest"], created_at=float(fields["created_at"]), source=str(fields["source"]))
+        if not math.isfinite(tag.created_at):
+            raise ValueError(f"created_at is {tag.created_at}")
+        return tag
+    except _NOT_OURS as error:
         raise ImageInvalidError(f"the tag of image {name!r} is damaged: {error!r}") from error
 
 
@@ -167,9 +174,9 @@ def _encode_layer(layer: Layer) -> dict[str, object]:
 
 def _decode_layer(fields: Mapping[str, Any]) -> Layer:
     role = LayerRole(fields["role"])
-    hex_of(fields["digest"])
     if "meta" not in fields and "data" not in fields:
-        return Layer(digest=fields["digest"], size_bytes=int(fields["size_bytes"]), role=role)
+        only = _decode_blob(fields)
+        return Layer(digest=only.digest, size_bytes=only.size_bytes, role=role)
     layer = two_file_layer(_decode_blob(fields["meta"]), _decode_blob(fields["data"]), role=role)
     if layer.digest != fields["digest"]:
         raise ValueError(f"layer {fields['digest']!r} does not have the digest of its two files")
@@ -178,7 +185,10 @@ def _decode_layer(fields: Mapping[str, Any]) -> Layer:
 
 def _decode_blob(fields: Mapping[str, Any]) -> Blob:
     hex_of(fields["digest"])
-    return Blob(digest=fields["digest"], size_bytes=int(fields["size_bytes"]))
+    blob = Blob(digest=fields["digest"], size_bytes=int(fields["size_bytes"]))
+    if blob.size_bytes < 0:
+        raise ValueError(f"size_bytes is {blob.size_bytes}")
+    return blob
 
 
 def _check_schema(fields: Mapping[str, Any]) -> None:
@@ -187,13 +197,13 @@ def _check_schema(fields: Mapping[str, Any]) -> None:
 
 
 def _decode_config(fields: Mapping[str, Any]) -> ImageConfig:
+    env, labels = dict(fields["env"]), dict(fields["labels"])
+    entrypoint, cmd = tuple(fields["entrypoint"]), tuple(fields["cmd"])
+    texts = (fields["workdir"], fields["user"], *entrypoint, *cmd, *env, *env.values(), *labels, *labels.values())
+    if not all(isinstance(text, str) for text in texts):
+        raise TypeError("the config holds something else than text")
     return ImageConfig(
-        env=dict(fields["env"]),
-        workdir=fields["workdir"],
-        user=fields["user"],
-        entrypoint=tuple(fields["entrypoint"]),
-        cmd=tuple(fields["cmd"]),
-        labels=fields["labels"],
+        env=env, workdir=fields["workdir"], user=fields["user"], entrypoint=entrypoint, cmd=cmd, labels=labels
     )
 
 

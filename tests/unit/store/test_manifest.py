@@ -108,3 +108,36 @@ def test_a_layer_is_named_by_both_its_files() -> None:
     fields["layers"][0]["data"]["digest"] = "sha256:" + "3" * 64
     with pytest.raises(ImageInvalidError, match="two files"):
         decode_manifest(json.dumps(fields).encode())
+
+
+GOOD = json.loads(encode_manifest(Manifest(layers=(), config=ImageConfig())))
+ONE_FILE = {"digest": f"sha256:{'a' * 64}", "role": "base"}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 60_000,
+        b"\xff",
+        b"null",
+        json.dumps(GOOD | {"layers": [ONE_FILE | {"size_bytes": -1}]}).encode(),
+        json.dumps(GOOD | {"layers": [ONE_FILE | {"size_bytes": float("inf")}]}).encode(),
+        json.dumps(GOOD | {"config": GOOD["config"] | {"labels": 5}}).encode(),
+        json.dumps(GOOD | {"config": GOOD["config"] | {"workdir": 5}}).encode(),
+        json.dumps(GOOD | {"config": GOOD["config"] | {"env": [["A", 1]]}}).encode(),
+        json.dumps(GOOD | {"config": GOOD["config"] | {"cmd": [["sh"]]}}).encode(),
+    ],
+)
+def test_whatever_a_store_says_a_bad_manifest_is_an_error_of_the_image(content: bytes) -> None:
+    with pytest.raises(ImageInvalidError):
+        decode_manifest(content)
+
+
+@pytest.mark.parametrize(
+    "fields", [{"digest": "../../x"}, {"digest": 5}, {"created_at": float("nan")}, {"created_at": float("inf")}]
+)
+def test_whatever_a_store_says_a_bad_tag_is_an_error_of_the_image(fields: dict[str, object]) -> None:
+    good = json.loads(encode_tag(Tag(digest=f"sha256:{'a' * 64}", created_at=1.0, source="")))
+    for content in (json.dumps(good | fields).encode(), b"[" * 60_000):
+        with pytest.raises(ImageInvalidError):
+            decode_tag(content, name="n")

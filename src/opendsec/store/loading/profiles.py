@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 import msgspec
@@ -84,7 +85,7 @@ def decode_profile(content: bytes, layer: Layer) -> Profile | None:
     """The profile of that layer; None when the bytes are none, or of another one."""
     try:
         written = msgspec.json.decode(content, type=_Written)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
     if (
         layer.data is None
@@ -103,14 +104,12 @@ def decode_profile(content: bytes, layer: Layer) -> Profile | None:
 
 
 def _bounded(runs: Iterable[tuple[int, int]], count: int) -> Sequence[int]:
-    """Each chunk once, inside the blob, and no more than MOST_CHUNKS: whoever wrote the file is not believed."""
-    found: dict[int, None] = {}
-    for first, length in runs:
-        for number in range(max(first, 0), min(first + length, count)):
-            found[number] = None
-            if len(found) == MOST_CHUNKS:
-                return tuple(found)
-    return tuple(found)
+    """Each chunk once, inside the blob, and no more than MOST_CHUNKS: whoever wrote the file is not believed.
+
+    One that names chunks again and again is only followed for as long as an honest one could be.
+    """
+    named = (number for first, length in runs for number in range(max(first, 0), min(first + length, count)))
+    return tuple(dict.fromkeys(islice(named, MOST_CHUNKS)))
 
 
 def read_profile(files: StoreFiles, layer: Layer) -> Profile | None:
@@ -131,7 +130,7 @@ def forget_profiles(root: Path) -> int:
         try:
             data = msgspec.json.decode(path.read_bytes(), type=_Written).data
             is_there = (root / data_name(data)).exists()
-        except (FileNotFoundError, msgspec.DecodeError, ImageInvalidError):
+        except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ImageInvalidError):
             is_there = False  # advice nobody can read is none
         if not is_there:
             for beside in (path.with_suffix(".pack"), path):

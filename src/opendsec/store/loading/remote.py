@@ -76,7 +76,7 @@ class RemoteStore:
             return sorted(msgspec.json.decode(content, type=list[str]))
         except FileNotFoundError:
             return []
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ImageInvalidError(f"{NAMES_FILE} of the store {self.files.address} is damaged: {error}") from error
 
     def publish(self, name: str, **_: object) -> Image:

@@ -25,11 +25,13 @@ from opendsec.errors import HostCapabilityError, InvalidSpecError
 from opendsec.store.manifest import hex_of
 
 if TYPE_CHECKING:
+    from obstore import GetOptions
     from obstore.store import ClientConfig, ObjectStore, RetryConfig
 
 OPEN_FILES = 256
 """Descriptors kept of a directory store: opening a file of a network file system again costs round trips."""
 CONNECT_S = 5.0
+_PIECE_BYTES = 1 << 20
 REMOTE_SCHEMES = ("http://", "https://", "s3://")
 
 
@@ -164,30 +166,26 @@ class ObjectFiles(StoreFiles):
         self._store = _object_store(self.address, attempt_s)
 
     def read(self, name: str, offset: int, size: int) -> bytes:
-        from obstore import get_range
-        from obstore.exceptions import BaseError
-
-        if size == 0:
-            return b""
-        try:
-            return bytes(get_range(self._store, name, start=offset, length=size))
-        except (BaseError, OSError) as error:
-            raise _as_os_error(error, name) from error
+        return self._streamed(name, {"range": (offset, offset + size)}, size)[:size] if size else b""
 
     def read_whole(self, name: str, *, most: int) -> bytes:
+        return _at_most(self._streamed(name, {}, most + 1), most, name)
+
+    def _streamed(self, name: str, options: GetOptions, enough: int) -> bytes:
+        """Of an answer, its beginning: what a server sends beyond `enough` bytes is not waited for, nor kept."""
         from obstore import get
         from obstore.exceptions import BaseError
 
         pieces, total = [], 0
         try:
-            for piece in get(self._store, name).stream(min_chunk_size=1 << 20):
+            for piece in get(self._store, name, options=options).stream(min_chunk_size=_PIECE_BYTES):
                 total += len(piece)
                 pieces.append(bytes(piece))
-                if total > most:
+                if total >= enough:
                     break
         except (BaseError, OSError) as error:
             raise _as_os_error(error, name) from error
-        return _at_most(b"".join(pieces), most, name)
+        return b"".join(pieces)
 
     def listed(self, folder: str) -> list[str] | None:
         from obstore import list_with_delimiter

@@ -22,7 +22,8 @@ _RANGE = re.compile(r"bytes=(\d+)-(\d*)\Z")
 
 
 class Served(http.server.ThreadingHTTPServer):
-    """`fault` is asked for each request of data: "", "zeros", "noise", "short", "500", "hang", "drop", "whole"."""
+    """`fault` is asked for each request of data: "", "zeros", "noise", "short", "500", "hang", "drop", "whole",
+    "endless"."""
 
     daemon_threads = True
     block_on_close = False
@@ -74,6 +75,8 @@ class _Request(http.server.BaseHTTPRequestHandler):
         elif fault == "hang":
             self.server.release.wait(30)
             self.close_connection = True
+        elif fault == "endless":
+            self._never_end(wanted, len(content))
         elif wanted is None or fault == "whole":
             self._answer(200, _spoilt(fault, content, self.server.chance))
         else:
@@ -85,6 +88,21 @@ class _Request(http.server.BaseHTTPRequestHandler):
                 place=(first, len(part), len(content)),
                 cut=fault == "drop",
             )
+
+    def _never_end(self, wanted: re.Match[str] | None, size: int) -> None:
+        """The right head of an answer but for its length, and zeros for as long as anybody takes them."""
+        self.send_response(206 if wanted else 200)
+        if wanted:
+            self.send_header("Content-Range", f"bytes {wanted[1]}-{wanted[2]}/{size}")
+        self.send_header("Content-Length", str(1 << 50))
+        self.send_header("Last-Modified", "Tue, 15 Nov 1994 12:45:26 GMT")
+        self.end_headers()
+        self.close_connection = True
+        piece = bytes(1 << 20)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
+            while not self.server.release.is_set():
+                self.wfile.write(piece)
+                self.server.bytes_sent += len(piece)
 
     def _answer(
         self, status: int, body: bytes, *, place: tuple[int, int, int] | None = None, cut: bool = False

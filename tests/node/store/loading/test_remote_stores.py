@@ -26,7 +26,7 @@ from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 from opendsec.store.loading.profiles import startup_bytes
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
-from opendsec.store.loading.sources import open_files
+from opendsec.store.loading.sources import data_name, open_files, table_name
 from opendsec.store.loading.sync import sync_images
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.fuse]
@@ -113,6 +113,21 @@ def test_a_server_that_lies_always_gives_errors_and_no_zeros(
         web.faults = [""]
         web.release.set()
         assert digests(tree_of(fd)) == truth(store, image, disk)
+
+
+def test_an_answer_without_an_end_is_cut_where_it_was_to_end(store: ImageStore, web: Served) -> None:
+    """Else a lying server fills the memory of the node."""
+    image = make_image(store, "one", files=2)
+    data = image.layers[0].data
+    assert data is not None
+    web.everything, web.faults = True, ["endless"]
+    files = open_files(web.url, attempt_s=5.0)
+    begun = time.monotonic()
+    assert files.read(data_name(data.digest), 65_536, 65_536) == bytes(65_536)
+    with pytest.raises(OSError, match="more than 100 bytes"):
+        files.read_whole(table_name(data.digest), most=100)
+    assert time.monotonic() - begun < 4
+    assert web.bytes_sent < 100 << 20
 
 
 def test_damaged_metadata_is_not_mounted(store: ImageStore, web: Served, start_node: StartNode) -> None:
