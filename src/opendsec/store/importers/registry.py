@@ -22,7 +22,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from opendsec.errors import ConnectError, ImageInvalidError
+from opendsec.errors import ConnectError, DigestMismatchError, ImageInvalidError
 from opendsec.store.importers.files import ImageFiles, decode_object
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci import OciImage, find_manifest, read_manifest
@@ -52,7 +52,7 @@ class RegistryImage:
         """The image for a platform; its layers are not there yet. Raises as `registry_error` and `read_manifest` do."""
         self._on_progress(Progress(phase=f"asking {self._reference.partition('/')[0]}"))
         content = self._inspect(self._reference)
-        self._pin(f"sha256:{hashlib.sha256(content).hexdigest()}")  # The tag may move before its layers are fetched.
+        self._pin(self._digest_of(content))  # The tag may move before its layers are fetched.
         fields: Mapping[str, Any] = decode_object(content, where=self._reference)
         where = self._reference
         if _kind(fields) in INDEX_TYPES:
@@ -91,6 +91,16 @@ class RegistryImage:
     def _manifest(self, descriptor: Descriptor) -> bytes:
         self._pin(descriptor.digest)
         return self._inspect(self._pinned)
+
+    def _digest_of(self, content: bytes) -> str:
+        """Of what the reference means. DigestMismatchError: it says a digest itself, and got something else."""
+        digest = f"sha256:{hashlib.sha256(content).hexdigest()}"
+        wanted = self._reference.partition("@")[2]
+        if wanted not in ("", digest):
+            raise DigestMismatchError(
+                f"{self._reference}: the registry answers with {digest}", detail={"image": self._reference}
+            )
+        return digest
 
     def _pin(self, digest: str) -> None:
         self._pinned = f"{_without_tag(self._reference).partition('@')[0]}@{digest}"

@@ -179,7 +179,7 @@ def _strict(limits: Limits) -> type[tarfile.TarInfo]:
                 return super().fromtarfile(tar)
             except tarfile.EOFHeaderError:  # type: ignore[attr-defined]
                 raise
-            except tarfile.HeaderError as error:
+            except (tarfile.HeaderError, ValueError) as error:  # numbers in maps of holes that are none, too
                 raise tarfile.ReadError(f"bad header ({error})") from error
 
         @classmethod

@@ -29,6 +29,7 @@ from opendsec.store.importers.tar import opened_archive, position
 from opendsec.store.importers.unpack import OVERLAY_XATTRS, TreeWriter
 from opendsec.store.layers import make_layer
 from opendsec.store.progress import OnProgress, Progress
+from opendsec.store.walk import walked
 
 
 def unpack_tar(path: Path, tree: Path, *, limits: Limits, on_progress: OnProgress) -> None:
@@ -114,10 +115,10 @@ def _attributes(path: bytes) -> list[str]:
 def _check_links(tree: bytes, below: bytes) -> None:
     """Refuse a directory in the place of a symbolic link of the base."""
     start = len(tree) + 1
-    for top, names, _ in os.walk(tree):
+    for top, names, _ in walked(tree):
         for name in names:
             path = (top + b"/" + name)[start:]
-            if _is_link(below + b"/" + path) and not _is_link(tree + b"/" + path):
+            if _is_link(below + b"/" + path):
                 entry = os.fsdecode(path)
                 raise ImageInvalidError(
                     f"entry {entry!r}: a directory, where the base has a symbolic link that it would hide",
@@ -136,6 +137,6 @@ def _is_link(path: bytes) -> bool:
 
 def _walk(tree: bytes) -> Iterator[bytes]:
     yield tree
-    for top, below, names in os.walk(tree):
+    for top, below, names in walked(tree):
         for name in (*below, *names):
             yield top + b"/" + name

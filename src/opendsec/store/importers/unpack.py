@@ -37,6 +37,7 @@ from opendsec.store.durable import remove_tree
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.pax import extents_of, mtime_ns, text_acl, xattrs_of
 from opendsec.store.importers.tar import Archive
+from opendsec.store.walk import walked
 
 WHITEOUT = ".wh."
 _WHITEOUT_META = ".wh..wh."
@@ -108,6 +109,8 @@ class TreeWriter:
             self._remember(target)
         except OverflowError as error:
             raise self._bad(member, "an owner, time or device number is out of range") from error
+        except ValueError as error:  # a NUL in a name of a link or attribute, a time that is no number
+            raise self._bad(member, f"it says what no file can have ({error})") from error
         except OSError as error:
             if error.errno in _NAME_ERRORS:
                 raise self._bad(member, os.strerror(error.errno or 0)) from error
@@ -217,17 +220,19 @@ class TreeWriter:
         else:
             self._hide(parent + b"/" + hidden if parent else hidden)
 
-    def _hide(self, relative: bytes) -> None:
+    def _hide(self, top: bytes) -> None:
         """Remove what lower layers brought at a path and below; what this layer brought stays, with its parents."""
-        kind = self._kind(relative)
-        if kind is None:
-            return
-        if relative not in self._here:
-            self._remove(relative)
-        elif kind == stat.S_IFDIR:
-            self._keep_time(relative)
-            for child in os.listdir(self._full(relative)):
-                self._hide(relative + b"/" + child)
+        left = [top]
+        while left:
+            relative = left.pop()
+            kind = self._kind(relative)
+            if kind is None:
+                continue
+            if relative not in self._here:
+                self._remove(relative)
+            elif kind == stat.S_IFDIR:
+                self._keep_time(relative)
+                left += [relative + b"/" + child for child in os.listdir(self._full(relative))]
 
     def _remember(self, relative: bytes) -> None:
         """This layer brought the path, and so keeps its parents."""
@@ -331,11 +336,11 @@ class TreeWriter:
         """All names of all files with several. Those of lower layers stay what they are, or go."""
         found: dict[tuple[int, int], list[bytes]] = {}
         start = len(self._full(b"")) + 1
-        for top, below, names in os.walk(self._full(b"")):
-            for name in (*names, *below):  # A link to a directory stands among the directories.
+        for top, _, names in walked(self._full(b"")):
+            for name in names:
                 path = top + b"/" + name
                 status = os.lstat(path)
-                if status.st_nlink > 1 and not stat.S_ISDIR(status.st_mode):
+                if status.st_nlink > 1:
                     found.setdefault((status.st_dev, status.st_ino), []).append(path[start:])
         return found
 

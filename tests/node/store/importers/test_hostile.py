@@ -118,6 +118,23 @@ def test_a_size_beyond_all_measure(store: ImageStore, disk: Path, size: int) -> 
     assert "vast" in str(error) or "fine" in str(error)
 
 
+@pytest.mark.parametrize(
+    "entry",
+    [
+        file("odd", headers={"mtime": "nan"}),
+        file("odd", headers={"mtime": "9" * 5000 + ".5"}),
+        file("odd", headers={"SCHILY.xattr.user.a\0b": "x"}),
+        symlink("odd", "x", headers={"linkpath": "a\0b"}),
+        file("odd", headers={"GNU.sparse.map": "1,2,x"}),
+        file("odd", headers={"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.realsize": "x"}),
+    ],
+    ids=["no time", "a time without end", "attribute", "link", "map", "size"],
+)
+def test_values_that_are_none(store: ImageStore, disk: Path, entry: Entry) -> None:
+    error = refused(store, make_layout(disk / "layout", [[file("fine"), entry]]), "layer 1 of 1")
+    assert "odd" in str(error) or "fine" in str(error)
+
+
 def json_layout(disk: Path, content: bytes, place: str) -> Path:
     """A layout whose index, manifest or configuration are these bytes, with digests that fit."""
     maker = LayoutMaker(disk / "layout")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import os
 import signal
@@ -20,7 +21,14 @@ from tests.oci_layout import INDEX, LayoutMaker, directory, file, make_layout, t
 from tests.registry import PASSWORD, USER, Registry, running_registry
 from tests.tree_facts import difference, tree_of
 
-from opendsec.errors import ConnectError, DiskFullError, ImageInvalidError, ImageNotFoundError, UnauthorizedError
+from opendsec.errors import (
+    ConnectError,
+    DigestMismatchError,
+    DiskFullError,
+    ImageInvalidError,
+    ImageNotFoundError,
+    UnauthorizedError,
+)
 from opendsec.store.images import ImageStore
 from opendsec.store.importers.limits import Limits
 from opendsec.store.importers.oci_config import Platform
@@ -127,6 +135,49 @@ def test_what_is_not_there(store: ImageStore, disk: Path, registry: Registry) ->
     assert not caught.value.retryable
     assert leftovers(store) == []
     assert not list((store.root / "staging").iterdir())
+
+
+@contextmanager
+def lying(registry: Registry, digest: str, other: str) -> Iterator[str]:
+    """The registry behind somebody who gives the manifest of `other` when asked for that of `digest`."""
+    host, _, port = registry.host.partition(":")
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def serve() -> None:
+        with suppress(OSError):
+            while True:
+                client, _ = listener.accept()
+                threading.Thread(target=carry, args=(client,), daemon=True).start()
+
+    def carry(client: socket.socket) -> None:
+        with suppress(OSError), client, socket.create_connection((host, int(port))) as server:
+            question = b""
+            while b"\r\n\r\n" not in question and (more := client.recv(65536)):
+                question += more
+                if question.startswith(b"\x16"):
+                    return  # TLS, which skopeo tries first
+            question = question.replace(digest.encode(), other.encode())
+            server.sendall(question.replace(b"\r\n\r\n", b"\r\nConnection: close\r\n\r\n", 1))
+            while more := server.recv(65536):
+                client.sendall(more.replace(other.encode(), digest.encode(), 1) if more.startswith(b"HTTP") else more)
+
+    threading.Thread(target=serve, daemon=True).start()
+    try:
+        yield "{}:{}".format(*listener.getsockname())
+    finally:
+        listener.close()
+
+
+def test_a_registry_that_gives_something_else_for_a_digest(store: ImageStore, disk: Path, registry: Registry) -> None:
+    digests = []
+    for number, entries in enumerate((BOTTOM, [*BOTTOM, [file("evil")]])):
+        name = registry.push(make_layout(disk / f"layout{number}", entries), f"lib/pinned:{number}")
+        command = ["skopeo", "inspect", "--tls-verify=false", f"--creds={USER}:{PASSWORD}", "--raw", f"docker://{name}"]
+        raw = subprocess.run(command, check=True, timeout=60, capture_output=True).stdout
+        digests.append(f"sha256:{hashlib.sha256(raw).hexdigest()}")
+    with lying(registry, *digests) as host, pytest.raises(DigestMismatchError):
+        imported(store, "x", f"docker://{host}/lib/pinned@{digests[0]}", access=ACCESS)
+    assert store.names() == []
 
 
 def test_nobody_at_home(store: ImageStore) -> None:
