@@ -163,7 +163,7 @@ def main() -> None:
     parser.set_defaults(store=Path("/nonexistent"))  # packs are published: never into a store in use
     options = parser.parse_args()
     report.print_machine()
-    print("mkfs.erofs {}.{}\n".format(*mkfs_version()), flush=True)
+    print(f"mkfs.erofs {'.'.join(map(str, mkfs_version()))}\n", flush=True)
     with started(options) as platform:
         asyncio.run(run(platform, options))
 

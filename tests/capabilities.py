@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from tests import registry
+from tests import erofs_versions, registry
 from tests.shared_store import moosefs
 
 from opendsec.errors import ImageError
@@ -45,6 +45,7 @@ def _image() -> str | None:
 
 _OWN: dict[str, Callable[[], str | None]] = {
     "native": _native,
+    "erofs18": erofs_versions.missing,
     "image": _image,
     "moosefs": moosefs.missing,
     "registry": registry.missing,

@@ -9,8 +9,8 @@ times of the files as they are. Owners, modes, links, devices, FIFOs, extended a
 Uncompressed, because that starts fastest and shares the page cache best; the files are written to paths that must not
 exist.
 
-It refuses names of 255 bytes, which older mkfs.erofs cut to 254 without a word, and times in the last second before
-1970, which it would move; and nothing else about a tree: what may be in one is decided by whoever made it.
+It refuses names of 255 bytes, which older mkfs.erofs cut to 254 without a word, and times in the last two seconds
+before 1970, which it would move; and nothing else about a tree: what may be in one is decided by whoever made it.
 """
 
 from __future__ import annotations
@@ -42,30 +42,30 @@ NAME_BYTES = 254
 """Of one name; mkfs.erofs before 1.8.5 would cut the 255th without a word."""
 _WHOLE_NAMES = (1, 9)
 _BEFORE_1970 = 2**64 - 2
-"""mkfs.erofs compares times without a sign; this is later than all but the very last second before 1970."""
+"""mkfs.erofs compares times without a sign and takes no later one than this, the last second but one before 1970."""
 TIMEOUT_S = 3600.0
-_VERSION = re.compile(r"mkfs\.erofs \(erofs-utils\) (\d+)\.(\d+)|mkfs\.erofs (\d+)\.(\d+)")
+_VERSION = re.compile(r"mkfs\.erofs (?:\(erofs-utils\) )?(\d+(?:\.\d+)+)")
 
 
-def mkfs_version() -> tuple[int, int]:
-    """Major and minor version of the installed mkfs.erofs. HostCapabilityError when there is none, or too old a one."""
+def mkfs_version() -> tuple[int, ...]:
+    """Version of the installed mkfs.erofs. HostCapabilityError when there is none, or too old a one."""
     version = parse_version("\n".join(run_program([find_program("mkfs.erofs"), "-V"], timeout_s=10).tail))
     if version < OLDEST:
         raise HostCapabilityError(
-            f"mkfs.erofs {version[0]}.{version[1]} is older than {OLDEST[0]}.{OLDEST[1]}",
+            f"mkfs.erofs {'.'.join(map(str, version))} is older than {'.'.join(map(str, OLDEST))}",
             detail={"probe": "mkfs.erofs"},
             remedy="install erofs-utils of a newer release",
         )
     return version
 
 
-def parse_version(text: str) -> tuple[int, int]:
-    """(1, 5) from `mkfs.erofs 1.5` or `mkfs.erofs (erofs-utils) 1.8.6`; (0, 0) when the text holds no version."""
+def parse_version(text: str) -> tuple[int, ...]:
+    """(1, 5) from `mkfs.erofs 1.5`, (1, 8, 6) from `mkfs.erofs (erofs-utils) 1.8.6`; (0, 0) when it holds no version.
+
+    All of it, for releases that differ in the last number only have differed in the bytes they write.
+    """
     match = _VERSION.search(text)
-    if match is None:
-        return (0, 0)
-    major, minor = (group for group in match.groups() if group is not None)
-    return (int(major), int(minor))
+    return (0, 0) if match is None else tuple(int(number) for number in match[1].split("."))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,12 +90,16 @@ def tree_facts(tree: Path, *, name_bytes: int = NAME_BYTES) -> TreeFacts:
     for directory, subdirectories, names in os.walk(tree):
         for name in (*names, *subdirectories):
             if len(os.fsencode(name)) > name_bytes:
-                raise _unwritable(tree, Path(directory, name), "its name has 255 bytes, a layer takes 254")
+                raise _unwritable(
+                    os.path.relpath(Path(directory, name), tree), "its name has 255 bytes, a layer takes 254"
+                )
             status = os.lstat(Path(directory, name))
             newest = max(newest, int(status.st_mtime))
             oldest = min(oldest, status.st_mtime_ns // 10**9)
-            if status.st_mtime_ns // 10**9 == -1:
-                raise _unwritable(tree, Path(directory, name), "its time is in the last second before 1970")
+            if is_moved(status.st_mtime_ns):
+                raise _unwritable(
+                    os.path.relpath(Path(directory, name), tree), "its time is in the last two seconds before 1970"
+                )
             if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
                 with_whiteouts.add(directory)
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
@@ -109,8 +113,12 @@ def tree_facts(tree: Path, *, name_bytes: int = NAME_BYTES) -> TreeFacts:
     )
 
 
-def _unwritable(tree: Path, path: Path, why: str) -> ImageInvalidError:
-    entry = os.path.relpath(path, tree)
+def is_moved(mtime_ns: int) -> bool:
+    """Whether mkfs.erofs would give a file another time than this, in nanoseconds since 1970. Pure."""
+    return -2 * 10**9 < mtime_ns < 0
+
+
+def _unwritable(entry: str, why: str) -> ImageInvalidError:
     return ImageInvalidError(f"entry {entry!r}: {why}", detail={"entry": entry})
 
 
@@ -157,6 +165,8 @@ def make_erofs(
         str(tree),
     ]
     growing = data if split and data is not None else meta
+    if split and data is not None:
+        data.open("xb").close()  # mkfs.erofs 1.8.6 fails without a word when it is not there.
 
     def tell() -> None:
         if _is_full(meta.parent):

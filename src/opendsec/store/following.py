@@ -1,7 +1,7 @@
 """The chunk table of a data file while mkfs.erofs is still writing it, and the file on its way to the disk meanwhile.
 
 A second core hashes what is there already, so that little is left to do when the program ends. It relies on a file that
-only grows: whoever writes must never go back to what it has written. mkfs.erofs before 1.8 does not; for later ones,
+only grows: whoever writes must never go back to what it has written. mkfs.erofs before 1.10 does not; for later ones,
 which were not looked into, `layers` waits for the end instead. So it does on file systems over a network: the size they
 show of a file that is being written goes back and forth, and bytes below it may not be there yet (seen with MooseFS).
 """

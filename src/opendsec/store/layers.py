@@ -16,8 +16,9 @@ from opendsec.store.following import Following, can_follow
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.progress import OnProgress, quietly
 
-_GOES_BACK = (1, 8)
-"""Version of mkfs.erofs from which on the data may not be written from the first byte to the last."""
+_MAY_GO_BACK = (1, 10)
+"""Version of mkfs.erofs from which on the data may not be written from the first byte to the last: all released ones
+before it, up to 1.9.3, do so (lib/blobchunk.c)."""
 
 
 def make_layer(
@@ -40,7 +41,7 @@ def make_layer(
     """
     meta, data = work / f"{name}.meta", work / f"{name}.data"
     with ExitStack() as stack:
-        follow = mkfs_version() < _GOES_BACK and can_follow(work)
+        follow = mkfs_version() < _MAY_GO_BACK and can_follow(work)
         following = stack.enter_context(Following(data)) if follow else None
         split = make_erofs(
             meta,

@@ -29,7 +29,7 @@ from pathlib import Path
 from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.below import OPAQUE, OVERLAY, Below, attributes, is_whiteout
-from opendsec.store.erofs import NAME_BYTES, TreeFacts
+from opendsec.store.erofs import NAME_BYTES, TreeFacts, is_moved
 from opendsec.store.exclusion import Exclusion, exclude
 from opendsec.store.following import can_follow
 from opendsec.store.images import ImageStore, StagedLayer
@@ -237,9 +237,11 @@ def _check(found: os.DirEntry[str], path: str, entry: Entry) -> None:
     """Refuse what cannot be packed; notice an opaque directory, since its attributes are at hand."""
     if len(os.fsencode(found.name)) > NAME_BYTES:
         raise ImageInvalidError(f"entry {path!r}: its name has 255 bytes, a layer takes 254", detail={"entry": path})
-    if entry.status.st_mtime_ns // 10**9 == -1:
+    if is_moved(entry.status.st_mtime_ns):
         raise ImageInvalidError(
-            f"entry {path!r}: its time is in the last second before 1970", detail={"entry": path}, remedy="touch it"
+            f"entry {path!r}: its time is in the last two seconds before 1970",
+            detail={"entry": path},
+            remedy="touch it",
         )
     for name in os.listxattr(found.path, follow_symlinks=False):
         if name in _REFUSED:

@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from tests.erofs_versions import both_versions
 from tests.oci_layout import file, make_layout
 from tests.tree_facts import difference, tree_of
 
@@ -20,7 +21,7 @@ from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.source import parse_source
 from opendsec.store.progress import Progress
 
-pytestmark = [pytest.mark.root, pytest.mark.erofs]
+pytestmark = [pytest.mark.root, pytest.mark.erofs, both_versions]
 
 
 def odd_tree(root: Path) -> Path:

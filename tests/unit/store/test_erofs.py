@@ -17,12 +17,12 @@ from opendsec.store.programs import Ended
     ("text", "version"),
     [
         ("mkfs.erofs 1.5\nmkfs.erofs: invalid option -- 'V'", (1, 5)),
-        ("mkfs.erofs (erofs-utils) 1.8.6\navailable compressors: lz4", (1, 8)),
+        ("mkfs.erofs (erofs-utils) 1.8.6\navailable compressors: lz4", (1, 8, 6)),
         ("mkfs.erofs 1.10-g1234", (1, 10)),
         ("something else", (0, 0)),
     ],
 )
-def test_versions(text: str, version: tuple[int, int]) -> None:
+def test_versions(text: str, version: tuple[int, ...]) -> None:
     assert parse_version(text) == version
 
 

@@ -42,7 +42,7 @@ class Conversion:
     group: tuple[str, ...]
     """Digests of its own uncompressed image layers."""
 
-    def key(self, *, mkfs: tuple[int, int]) -> str:
+    def key(self, *, mkfs: tuple[int, ...]) -> str:
         """Hex name of the entry."""
         fields = [FORMAT, list(mkfs), list(self.below), list(self.group)]
         return hashlib.sha256(json.dumps(fields, separators=(",", ":")).encode("ascii")).hexdigest()
