@@ -136,8 +136,8 @@ def merged(pages: list[ImagePage], limit: int) -> ImagePage:
     for page in pages:
         for item in page.items:
             found.setdefault((item.name, item.digest), item)
-    # Behind the last name of a page that goes on, nothing is known of that edge.
-    known_to = min((page.items[-1].name for page in pages if page.cursor), default="")
+    # Behind the cursor of a page that goes on, nothing is known of that edge. (Its own name may have gone meanwhile.)
+    known_to = min((page.cursor for page in pages if page.cursor), default="")
     keys = [key for key in sorted(found) if not known_to or key[0] <= known_to]
     names = sorted({name for name, _ in keys})
     last = names[limit - 1] if len(names) > limit else ""

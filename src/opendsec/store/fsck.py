@@ -51,6 +51,10 @@ _THREADS = min(8, (os.cpu_count() or 1) + 1)
 _READ_BYTES = 1 << 20
 
 
+class _OverError(Exception):
+    """The check was interrupted: what reads stops at its next piece."""
+
+
 class Fault(StrEnum):
     """What is wrong with a file or a name; see above."""
 
@@ -158,12 +162,18 @@ class _Check:
                 continue  # removed meanwhile
             except ImageInvalidError as error:
                 yield Finding(fault=Fault.DAMAGED, file=f"tags/{path.name}", sentence=error.message, images=(name,))
+            except OSError as error:
+                yield replace(_unreadable(f"tags/{path.name}", error), images=(name,))
 
     def _read_manifests(self) -> Iterator[Finding]:
         for file in self.sizes:
             if not file.startswith(f"{MANIFESTS}/"):
                 continue
-            content = self.store.layout.content(file).read_bytes()
+            try:
+                content = self.store.layout.content(file).read_bytes()
+            except OSError as error:
+                yield _unreadable(file, error)
+                continue
             if digest_of(content) != digest_of_file(file):
                 yield Finding(fault=Fault.DAMAGED, file=file, sentence="its bytes do not have the digest in its name")
                 continue
@@ -181,18 +191,26 @@ class _Check:
 
         def count(more: int) -> None:
             nonlocal done
+            if over:
+                raise _OverError
             done += more
 
+        over = False
         with ThreadPoolExecutor(_THREADS) as pool:
             left: set[Future[Finding | None]] = {
                 pool.submit(_check_file, self.store.layout, file, expected.get(file), self.quick, count)
                 for file in files
             }
             found: list[Finding] = []
-            while left:
-                over, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
-                found += [one for one in (future.result() for future in over) if one is not None]
-                self.on_progress(Progress(phase="checking layers", done=min(done, total), total=total))
+            try:
+                while left:
+                    checked, left = wait(left, timeout=0.2, return_when=FIRST_COMPLETED)
+                    found += [one for one in (future.result() for future in checked) if one is not None]
+                    self.on_progress(Progress(phase="checking layers", done=min(done, total), total=total))
+            except BaseException:  # an interrupt does not wait for all the rest to be read
+                over = True
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
         return sorted(found, key=lambda one: one.file)
 
     def _missing(self) -> list[Finding]:
@@ -217,6 +235,8 @@ class _Check:
                 if self._is_a_part(manifest):
                     continue
                 yield Finding(fault=Fault.DANGLING, file=name, sentence=error.message, images=(name,))
+            except OSError as error:  # of what it refers to
+                yield replace(_unreadable(name, error), images=(name,))
 
     def _is_a_part(self, manifest: Manifest) -> bool:
         """A workspace or toolkit without a base of its own: nobody starts it alone."""
@@ -281,8 +301,11 @@ def _check_file(
             case _:
                 return _check_data(layout, path, file, count)
     except OSError as error:
-        sentence = f"it could not be read: {error.strerror}"
-        return Finding(fault=Fault.UNREADABLE, file=file, sentence=sentence)
+        return _unreadable(file, error)
+
+
+def _unreadable(file: str, error: OSError) -> Finding:
+    return Finding(fault=Fault.UNREADABLE, file=file, sentence=f"it could not be read: {error.strerror}")
 
 
 def _check_blob(path: Path, file: str, count: Callable[[int], None]) -> Finding | None:

@@ -19,7 +19,7 @@ import os
 import secrets
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 from opendsec.errors import HostCapabilityError
@@ -122,39 +122,49 @@ def reap_staging(parent: Path, lock_file: Path) -> int:
     tokens = {path.name.removesuffix(_SUFFIX) for path in parent.iterdir() if not path.name.startswith(".")}
     if not tokens:
         return 0
-    with locked(lock_file):
-        now = file_system_time(lock_file)
-        return sum(_reap(parent / token, now) for token in sorted(tokens))
+    with ExitStack() as held:
+        with locked(
+            lock_file
+        ):  # nobody begins anything meanwhile, so no owner is between making its lock and holding it
+            now = file_system_time(lock_file)
+            abandoned = [path for token in sorted(tokens) if _is_abandoned(path := parent / token, now, held)]
+        return sum(_removed(path) for path in abandoned)  # as long as it takes: what is held meanwhile is ours alone
 
 
-def _reap(path: Path, now: float) -> bool:
+def _is_abandoned(path: Path, now: float, held: ExitStack) -> bool:
+    """Whether a dead owner left it; then its lock, if it has one, is among what is held."""
     own_lock = path.with_name(f"{path.name}{_SUFFIX}")
     try:
         fd = os.open(own_lock, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
-        return _reap_without_lock(path, now)
-    try:
-        _flock(fd, own_lock, wait=False)
-        ours = path.name.startswith(f"{kernel_id()}-")
-        if not ours and now - os.fstat(fd).st_mtime < SILENT_S:
+        return _is_silent(path, now)
+    with ExitStack() as opened:
+        opened.callback(os.close, fd)
+        try:
+            _flock(fd, own_lock, wait=False)
+        except BlockingIOError:
             return False
-        remove_tree(path)
-        own_lock.unlink(missing_ok=True)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+        if not path.name.startswith(f"{kernel_id()}-") and now - os.fstat(fd).st_mtime < SILENT_S:
+            return False
+        held.push(opened.pop_all())
+        return True
 
 
-def _reap_without_lock(path: Path, now: float) -> bool:
-    """Its owner has just finished, or what made it was an older version of this module."""
+def _is_silent(path: Path, now: float) -> bool:
+    """Without a lock: its owner has just finished, or what made it was an older version of this module."""
     try:
-        if now - path.lstat().st_mtime < SILENT_S:
-            return False
+        return now - path.lstat().st_mtime >= SILENT_S
     except FileNotFoundError:
         return False
-    remove_tree(path)
+
+
+def _removed(path: Path) -> bool:
+    """False when another is at it too, where locks end at the node."""
+    try:
+        remove_tree(path)
+        path.with_name(f"{path.name}{_SUFFIX}").unlink(missing_ok=True)
+    except FileNotFoundError:
+        return False
     return True
 
 

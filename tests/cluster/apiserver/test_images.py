@@ -68,6 +68,8 @@ def test_nothing_is_told_behind_what_one_edge_has_told_so_far() -> None:
     assert ([item.name for item in found.items], found.cursor) == (["a", "b"], "b")
     found = merged([page("a", "x"), page("b", "c", cursor="c")], 2)
     assert ([item.name for item in found.items], found.cursor) == (["a", "b"], "b")
+    found = merged([page(cursor="b"), page("a", "c")], 1)  # all on that page was removed just now
+    assert ([item.name for item in found.items], found.cursor) == (["a"], "b")
     assert merged([page("a"), page("a")], 2) == page("a")
     assert merged([page(), page()], 2) == page()
 

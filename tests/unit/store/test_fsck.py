@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
 
 from opendsec.errors import ConflictError
 from opendsec.model.image import Image, ImageConfig, LayerRole
+from opendsec.store import fsck
 from opendsec.store.compose import pinned
 from opendsec.store.fsck import Checked, Fault, Repair, check
 from opendsec.store.gc import keeping
@@ -177,3 +179,34 @@ def test_a_file_that_cannot_be_read_is_no_damage(store: ImageStore, monkeypatch:
 def test_one_at_a_time(store: ImageStore) -> None:
     with keeping(store), pytest.raises(ConflictError):
         check(store)
+
+
+def test_a_manifest_that_cannot_be_read_ends_no_check(store: ImageStore) -> None:
+    publish(store, "good")
+    broken = publish(store, "broken", b"other")
+    publish(store, "above", b"above", base="broken")
+    file = manifest_file(broken.digest)
+    store.layout.content(file).unlink()
+    store.layout.content(file).mkdir()  # reading it is an OSError
+    checked = check(store)
+    assert faults(checked) == [("unreadable", file, ("above", "broken")), ("unreadable", "above", ("above",))]
+    assert not checked.sound
+
+
+def test_an_interrupt_does_not_wait_for_the_rest(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in range(60):
+        publish(store, f"image-{number}", b"%d" % number)
+    began = []
+
+    def slow(*_: object) -> None:
+        began.append(time.monotonic())
+        time.sleep(0.05)
+
+    def interrupt(_: Progress) -> None:
+        if began:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(fsck, "_check_file", slow)
+    with pytest.raises(KeyboardInterrupt):
+        check(store, on_progress=interrupt)
+    assert len(began) < 60

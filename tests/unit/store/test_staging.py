@@ -82,6 +82,25 @@ def test_a_lock_without_its_directory_goes(parent: Path) -> None:
     assert names(parent) == {".nfs000123"}
 
 
+def test_others_begin_while_a_large_leftover_is_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lock = parent.parent / "lock"
+    left = parent / f"{staging.kernel_id()}-0123456789abcdef"
+    left.mkdir()
+    left.with_name(f"{left.name}.lock").touch()
+    remove, begun = staging.remove_tree, []
+
+    def slowly(path: Path) -> None:
+        if path == left:
+            with locked(lock, wait=False):  # BlockingIOError if it were held
+                begun.append(path)
+            assert reap(parent) == 0  # and nobody else takes the same
+        remove(path)
+
+    monkeypatch.setattr(staging, "remove_tree", slowly)
+    assert reap(parent) == 1
+    assert (begun, names(parent)) == ([left], set())
+
+
 def test_nothing_is_left_when_the_directory_cannot_be_made(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_arguments: object, **_more: object) -> None:
         raise OSError(errno.EMLINK, "too many")
