@@ -48,6 +48,7 @@ from opendsec.store.layout import BLOBS, CONTENT, DATA, TABLES, Layout, layer_fi
 from opendsec.store.manifest import (
     Manifest,
     Tag,
+    decode_manifest,
     decode_tag,
     digest_of,
     encode_manifest,
@@ -174,6 +175,13 @@ class ImageStore:
             and any(split_reference(one)[0] == name for one in (image.base, *image.toolkits) if one)
         )
 
+    def manifest(self, image: Image) -> bytes:
+        """The bytes its digest is of. ImageNotFoundError when they have gone meanwhile."""
+        try:
+            return self.layout.content(manifest_file(image.digest)).read_bytes()
+        except FileNotFoundError:
+            raise ImageNotFoundError(f"image {image.name!r} has been removed meanwhile") from None
+
     def blob_path(self, digest: str) -> Path:
         """Where metadata, or a layer of one file, of that digest lies, whether or not it is there."""
         return self.root / BLOBS / hex_of(digest)
@@ -234,6 +242,7 @@ class ImageStore:
         source: str = "",
         replace: bool = False,
         instead_of: str = "",
+        manifest: bytes = b"",
     ) -> Image:
         """Make an image visible under a name, whole and at once.
 
@@ -241,7 +250,8 @@ class ImageStore:
         that comes twice stays where it is highest. Publishing the same content again brings back what is missing of it,
         and else is no change. A name that means other content is a ConflictError unless `replace`; so is one that does
         not mean the digest `instead_of`, if that is given. ImageNotFoundError when a reference with a digest leads to
-        nothing; one without may.
+        nothing; one without may. `manifest`: the bytes an image of this very content has already, as an earlier version
+        may have written them; else they are made.
         """
         check_image_name(name)
         if split_reference(name)[1]:
@@ -253,7 +263,9 @@ class ImageStore:
             )
         flat = stacked(one.layer if isinstance(one, StagedLayer) else one for one in layers)
         references = Manifest(layers=flat, config=config, base=base, toolkits=tuple(toolkits))
-        manifest = encode_manifest(references)
+        if manifest and decode_manifest(manifest) != references:
+            raise ImageInvalidError(f"image {name!r}: its manifest describes other content")
+        manifest = manifest or encode_manifest(references)
         tag = Tag(digest=digest_of(manifest), created_at=self._clock(), source=source)
         with disk_full_named(self.root), self.staging() as work:
             write_synced(work / "claim", manifest)

@@ -49,6 +49,7 @@ def tag_image(
     if reference == EMPTY:
         return _empty(store, name, config or ImageConfig(), replace=replace)
     image = store.get(reference)
+    manifest = store.manifest(image) if config is None else b""
     if config is not None:
         check_env(config.env)
         check_path(config.workdir, "workdir")
@@ -61,6 +62,7 @@ def tag_image(
         toolkits=image.toolkits,
         source=image.source,
         replace=replace,
+        manifest=manifest,
     )
 
 

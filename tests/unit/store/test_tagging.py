@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from tests.unit.store.test_catalogue import publish
 from opendsec.errors import ConflictError, ImageInvalidError, ImageNotFoundError, InvalidSpecError, OpenDSecError
 from opendsec.model.image import LayerRole
 from opendsec.store.images import ImageStore
+from opendsec.store.layout import manifest_file
+from opendsec.store.loading.sync import sync_images
+from opendsec.store.manifest import Tag, digest_of, encode_tag, tag_file_name
 from opendsec.store.tagging import Composition, compose_image, tag_image
 
 
@@ -41,6 +45,33 @@ def test_another_name_means_the_same_image(store: ImageStore) -> None:
     assert before.items() <= content(store).items()
     with pytest.raises(ImageNotFoundError):
         tag_image(store, "x", "nope")
+
+
+def make_old(store: ImageStore, name: str) -> str:
+    """Write the manifest of an image as the version before did, of the same content; its digest."""
+    image = store.get(name)
+    fields = json.loads(store.manifest(image))
+    manifest = json.dumps({**fields, "schema": 1}).encode()
+    (store.root / manifest_file(digest_of(manifest))).write_bytes(manifest)
+    tag = Tag(digest=digest_of(manifest), created_at=image.created_at, source="old")
+    (store.root / "tags" / tag_file_name(name)).write_bytes(encode_tag(tag))
+    return tag.digest
+
+
+def test_an_image_of_an_earlier_version_stays_the_same_under_another_name(store: ImageStore, tmp_path: Path) -> None:
+    digest = make_old(store, "base")
+    assert store.get("base").digest == digest
+    assert tag_image(store, "again", "base").digest == digest
+    sync_images(store, ["base"], str(tmp_path / "other"))
+    assert ImageStore(tmp_path / "other").get("base").digest == digest
+
+
+def test_a_manifest_of_other_content_is_not_published(store: ImageStore) -> None:
+    base = store.get("base")
+    with pytest.raises(ImageInvalidError, match="describes other content"):
+        store.publish("x", layers=base.layers[:1], config=base.config, manifest=store.manifest(base))
+    with pytest.raises(ImageNotFoundError):
+        store.get("x")
 
 
 def test_an_old_meaning_can_be_named_again(store: ImageStore) -> None:

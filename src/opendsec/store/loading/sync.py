@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec.errors import ConflictError, DigestMismatchError, ImageInvalidError, ImageNotFoundError, UnsupportedError
+from opendsec.errors import ConflictError, DigestMismatchError, ImageNotFoundError, UnsupportedError
 from opendsec.model.image import Image, Layer
 from opendsec.store.chunks import check_table, make_table
 from opendsec.store.compose import split_reference
@@ -28,7 +28,7 @@ from opendsec.store.loading.packs import pack_name
 from opendsec.store.loading.profiles import profile_name
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
 from opendsec.store.loading.sources import ObjectFiles, StoreFiles, is_remote, open_files
-from opendsec.store.manifest import digest_of, tag_file_name
+from opendsec.store.manifest import Tag, digest_of, encode_tag, tag_file_name
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 _PROFILE_BYTES = 1 << 20
@@ -126,7 +126,7 @@ def _to_directory(
             continue
         with target.staging() as work:
             layers = [_staged(store, target, layer, work / str(n), told, name) for n, layer in enumerate(image.layers)]
-            published = target.publish(
+            target.publish(
                 _name_for(name, digest),
                 layers=layers,
                 config=image.config,
@@ -134,9 +134,8 @@ def _to_directory(
                 toolkits=image.toolkits,
                 source=image.source,
                 replace=replace or bool(digest),
+                manifest=store.manifest(image),
             )
-        if published.digest != image.digest:
-            raise ImageInvalidError(f"image {reference!r} became another one on the way", detail={"image": reference})
         for layer in image.layers:
             _bring_profile(store, open_files(str(target.root)), layer)
 
@@ -191,10 +190,10 @@ def _to_bucket(
         for layer in image.layers:
             _send_layer(store, files, layer, told, name)
             _bring_profile(store, files, layer)
-        manifest = (store.root / manifest_file(image.digest)).read_bytes()
-        files.write(manifest_file(image.digest), manifest)
-        if not digest:
-            files.write(f"tags/{tag_file_name(name)}", (store.root / "tags" / tag_file_name(name)).read_bytes())
+        files.write(manifest_file(image.digest), store.manifest(image))
+        if not digest:  # the name may mean another image by now, one that was not sent
+            tag = Tag(digest=image.digest, created_at=image.created_at, source=image.source)
+            files.write(f"tags/{tag_file_name(name)}", encode_tag(tag))
     files.write(NAMES_FILE, msgspec.json.encode(remote.names()))
 
 
