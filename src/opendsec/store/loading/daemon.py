@@ -27,8 +27,9 @@ import msgspec
 from opendsec.errors import DigestMismatchError, ImageInvalidError, OpenDSecError, RequestError
 from opendsec.linux.fuse import File, Reply
 from opendsec.model.image import Blob, Layer
-from opendsec.store.chunks import check_table, chunk_count
+from opendsec.store.chunks import DIGEST_BYTES, check_table, chunk_count
 from opendsec.store.loading.cache import ChunkCache
+from opendsec.store.loading.early import EarlyReads
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.packs import Entry, encode_pack, groups, pack_name, read_group, read_index
 from opendsec.store.loading.profiles import Profile, Recording, encode_profile, profile_name, read_profile
@@ -42,6 +43,8 @@ _HEX_OF_NUMBER = 15
 """Digits of the digest that number a file: the process after this one gives it the same number."""
 ON_PURPOSE_S = 3600.0
 """A recording on purpose ends when whoever began it says so, or after so long."""
+FIRST_AGAIN_S, LONGEST_AGAIN_S = 0.5, 10.0
+"""Between two attempts to attach what was attached before."""
 _TICK_S = 0.2
 
 
@@ -87,6 +90,7 @@ class Daemon:
         self._kernel_reads_cache = kernel_reads_cache
         self._engine = Engine(source, patience_s=patience_s)
         self._served: dict[int, Served] = {}
+        self._early = EarlyReads(patience_s)
         self._turns: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -97,18 +101,18 @@ class Daemon:
     # what the kernel sees
 
     def by_name(self, name: str) -> File | None:
-        served = next((one for one in tuple(self._served.values()) if one.file.name == name), None)
-        return served.file if served else None
+        return next((file for file in self.all() if file.name == name), None)
 
     def by_number(self, number: int) -> File | None:
         served = self._served.get(number)
-        return served.file if served else None
+        return served.file if served else self._early.file(number)
 
     def all(self) -> Iterable[File]:
-        return [one.file for one in tuple(self._served.values())]
+        return [*(one.file for one in tuple(self._served.values())), *self._early.all()]
 
     def read(self, file: File, offset: int, size: int, reply: Reply) -> None:
-        self._served[file.number].reader.read(offset, size, reply)
+        if file.number in self._served or not self._early.keep(file, offset, size, reply):
+            self._served[file.number].reader.read(offset, size, reply)
 
     # what others on this node ask
 
@@ -139,27 +143,46 @@ class Daemon:
         """
         if layer.data is None:
             raise ImageInvalidError(f"layer {layer.digest} has no data to be loaded", detail={"layer": layer.digest})
-        name = hex_of(layer.data.digest)
-        number = int(name[:_HEX_OF_NUMBER], 16) + 2
+        file = _file_of(layer.data)
         with self._lock:
-            turn = self._turns.setdefault(name, threading.Lock())
+            turn = self._turns.setdefault(file.name, threading.Lock())
         with turn:
-            served = self._served.get(number)
+            served = self._served.get(file.number)
             if served is None:
-                served = self._serve(
-                    layer, layer.data, File(number=number, name=name, size_bytes=layer.data.size_bytes)
-                )
-                (self._attached / f"{name}.json").write_bytes(msgspec.json.encode(layer))
-                self._served[number] = served
+                served = self._serve(layer, layer.data, file)
+                (self._attached / f"{file.name}.json").write_bytes(msgspec.json.encode(layer))
+                self._served[file.number] = served
+                self._early.served(file.number, served.reader.read)
         return served
 
     def attach_again(self) -> None:
-        """What the process before this one served. What cannot be had any more is told in the log."""
+        """What the process before this one served: at once where this node has the table, so that nobody waits for
+        the store; the others in the background, for as long as it takes.
+        """
         for path in sorted(self._attached.glob("*.json")):
             try:
-                self.attach(msgspec.json.decode(path.read_bytes(), type=Layer))
-            except (OpenDSecError, msgspec.DecodeError) as error:
+                layer = msgspec.json.decode(path.read_bytes(), type=Layer)
+            except msgspec.DecodeError as error:  # cut off by the end of a process that had promised nothing yet
                 log.warning("not_attached_again", extra={"fields": {"file": path.name, "why": str(error)}})
+                continue
+            if layer.data is None or self._kept_table(layer.data) is not None:
+                self._attach_once_more(layer)
+            else:
+                self._early.expect(_file_of(layer.data))
+                threading.Thread(target=self._keep_attaching, args=(layer,), name="again", daemon=True).start()
+
+    def _attach_once_more(self, layer: Layer) -> bool:
+        try:
+            self.attach(layer)
+        except (OpenDSecError, OSError) as error:
+            log.warning("not_attached_again", extra={"fields": {"layer": layer.digest, "why": str(error)}})
+            return False
+        return True
+
+    def _keep_attaching(self, layer: Layer) -> None:
+        pause = FIRST_AGAIN_S
+        while not (self._attach_once_more(layer) or self._ended.wait(pause)):
+            pause = min(pause * 2, LONGEST_AGAIN_S)
 
     def status(self) -> Mapping[str, Any]:
         """Counts since this process started; layers as they are."""
@@ -192,6 +215,7 @@ class Daemon:
         """Reads that wait get EIO; what was recorded so far is written."""
         self._ended.set()
         self._ticking.join()
+        self._early.end_overdue(float("inf"))
         for served in tuple(self._served.values()):
             if served.recording is not None:
                 served.recording.finish()
@@ -220,17 +244,22 @@ class Daemon:
 
     def _table(self, data: Blob) -> bytes:
         """From this node when it is here and right, else from the store."""
-        name = table_name(data.digest)
-        most = chunk_count(data.size_bytes) * 32
-        try:
-            table = self._local.read_whole(name, most=most)
-            check_table(table, data.digest, data.size_bytes)
-        except (OSError, DigestMismatchError):
+        table = self._kept_table(data)
+        if table is None:
             table = self._source.table(data)
             try:
-                self._local.write(name, table)
+                self._local.write(table_name(data.digest), table)
             except OSError as error:  # a full disk: it is fetched again next time
                 log.warning("table_not_kept", extra={"fields": {"data": data.digest, "why": str(error)}})
+        return table
+
+    def _kept_table(self, data: Blob) -> bytes | None:
+        """From this node; None when it is not here, or damaged."""
+        try:
+            table = self._local.read_whole(table_name(data.digest), most=chunk_count(data.size_bytes) * DIGEST_BYTES)
+            check_table(table, data.digest, data.size_bytes)
+        except (OSError, DigestMismatchError):
+            return None
         return table
 
     def _load_profile(self, served: Served, looking: Future[Profile | None]) -> None:
@@ -297,10 +326,16 @@ class Daemon:
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK_S):
+            self._early.end_overdue(time.monotonic())
             for served in tuple(self._served.values()):
                 recording = served.recording
                 if recording is not None and recording.tick():
                     served.recording = None
+
+
+def _file_of(data: Blob) -> File:
+    name = hex_of(data.digest)
+    return File(number=int(name[:_HEX_OF_NUMBER], 16) + 2, name=name, size_bytes=data.size_bytes)
 
 
 def _progress(served: Served) -> Mapping[str, Any]:

@@ -108,6 +108,8 @@ class Front:
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="events", daemon=True)
         self._held: set[int] = set()
+        self.armed_before = frozenset(path.stem for path in place.attached.glob("*.json"))
+        """Files about which the kernel asks since an earlier process, our own descriptors included."""
         self._readings = ThreadPoolExecutor(_OWN_READS, thread_name_prefix="readings")
 
     def serve(self, served: Served) -> None:
@@ -120,7 +122,7 @@ class Front:
             filled = _Filled(
                 served=served,
                 path=cached.path,
-                asks_itself=self._parked is not None,
+                asks_itself=cached.name in self.armed_before,
                 is_whole=self._place.is_whole(cached.name, inode) and cached.present_bytes >= cached.size_bytes,
             )
             if not filled.is_whole:

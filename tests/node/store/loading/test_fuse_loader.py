@@ -304,3 +304,26 @@ def test_many_readers_agree_under_pressure(store: ImageStore, disk: Path, start_
             ended.set()
             dropper.join()
         assert all(found)
+
+
+def test_a_server_that_follows_another_without_a_table_serves_once_it_has_it(
+    store: ImageStore, disk: Path, start_node: StartNode
+) -> None:
+    """The table could not be kept, or was damaged, and the store does not answer when the server is killed."""
+    image = make_image(store, "one", files=4)
+    expected = truth(store, image, disk)
+    with web_server(store.root) as web:
+        node = start_node(web.url, OPENDSEC_STORE_TIMEOUT="2")
+        with node.mounts() as layers:
+            (fd,) = layers.acquire(image)
+            shutil.rmtree(node.state_dir / "cache/tables")
+            web.everything, web.faults = True, ["500"]
+            server = node.server_pid()
+            os.kill(server, signal.SIGKILL)
+            begun = time.monotonic()
+            assert digest_or_error(tree_of(fd) / "large") == EIO
+            assert time.monotonic() - begun < 8, "the store is not waited for once more for each layer"
+            web.faults = [""]
+            with ThreadPoolExecutor(1) as pool:
+                reading = pool.submit(digests, tree_of(fd))
+                assert reading.result(timeout=20) == expected
