@@ -7,14 +7,11 @@ are neither opened nor followed. It refuses nothing and changes nothing.
 
 from __future__ import annotations
 
-import errno
 import os
 import stat
 from collections.abc import Sequence
 
-OPAQUE = "trusted.overlay.opaque"
-OVERLAY = "trusted.overlay."
-_NO_ATTRIBUTE = frozenset({errno.ENODATA, errno.EOPNOTSUPP})
+from opendsec.store.marks import attributes, is_opaque, is_whiteout
 
 
 class Below:
@@ -86,27 +83,6 @@ class Below:
         for path in reversed(unknown):
             self._directories[path] = self._look(path)[1]
         return self._directories[unknown[0] if unknown else directory]
-
-
-def is_whiteout(status: os.stat_result) -> bool:
-    """Whether an entry of a layer says that there is nothing."""
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
-
-
-def is_opaque(path: str) -> bool:
-    """Whether a directory of a layer hides what is below it."""
-    try:
-        return os.getxattr(path, OPAQUE, follow_symlinks=False) == b"y"
-    except OSError as error:
-        if error.errno in _NO_ATTRIBUTE:
-            return False
-        raise
-
-
-def attributes(path: str) -> dict[str, bytes]:
-    """Extended attributes of an entry itself, without those of overlayfs."""
-    names = (name for name in os.listxattr(path, follow_symlinks=False) if not name.startswith(OVERLAY))
-    return {name: os.getxattr(path, name, follow_symlinks=False) for name in names}
 
 
 def _name(fd: int, path: str) -> str:

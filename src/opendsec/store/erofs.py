@@ -24,8 +24,10 @@ from pathlib import Path
 
 from opendsec.errors import HostCapabilityError, ImageInvalidError
 from opendsec.store.durable import disk_full
+from opendsec.store.marks import ORIGIN, is_whiteout
 from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
+from opendsec.store.walk import walked
 
 UUID = "00000000-0000-0000-0000-000000000000"
 OLDEST = (1, 5)
@@ -33,10 +35,6 @@ OLDEST = (1, 5)
 
 EXTENT_BYTES = 1 << 20
 """mkfs.erofs lays files out in extents of at most so much: larger ones save nothing, smaller ones cost metadata."""
-
-ORIGIN = "trusted.overlay.origin"
-"""A directory that lies in one layer only shows the names of its whiteouts, though they cannot be opened, unless it has
-this attribute (ovl_get_inode in fs/overlayfs/inode.c); an empty one says that it came from nowhere in particular."""
 
 NAME_BYTES = 254
 """Of one name; mkfs.erofs before 1.8.5 would cut the 255th without a word."""
@@ -87,7 +85,7 @@ def tree_facts(tree: Path, *, name_bytes: int = NAME_BYTES) -> TreeFacts:
     newest = oldest = int(os.lstat(tree).st_mtime)
     seen: set[tuple[int, int]] = set()
     with_whiteouts: set[str] = set()
-    for directory, subdirectories, names in os.walk(tree):
+    for directory, subdirectories, names in walked(str(tree)):
         for name in (*names, *subdirectories):
             if len(os.fsencode(name)) > name_bytes:
                 raise _unwritable(
@@ -100,7 +98,7 @@ def tree_facts(tree: Path, *, name_bytes: int = NAME_BYTES) -> TreeFacts:
                 raise _unwritable(
                     os.path.relpath(Path(directory, name), tree), "its time is in the last two seconds before 1970"
                 )
-            if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0:
+            if is_whiteout(status):
                 with_whiteouts.add(directory)
             if not stat.S_ISREG(status.st_mode) or (status.st_dev, status.st_ino) in seen:
                 continue

@@ -31,6 +31,7 @@ from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layers import make_layer
 from opendsec.store.loading.base import Loader
+from opendsec.store.marks import ELSEWHERE, OPAQUE, WHITEOUT, attributes, is_whiteout
 from opendsec.store.mounts import open_erofs
 from opendsec.store.progress import OnProgress, Progress, quietly
 
@@ -39,9 +40,7 @@ MOST = 32
 AIM = 16
 """How many are left then: the next ones are packed without merging again."""
 
-_PRIVATE = "trusted.overlay."
-_OPAQUE = "trusted.overlay.opaque"
-_STRANGE = frozenset({f"{_PRIVATE}{name}" for name in ("redirect", "metacopy", "whiteout")})
+_STRANGE = frozenset({*ELSEWHERE, WHITEOUT})
 _PIECE_BYTES = 1 << 24
 
 OpenLayer = Callable[[Layer | StagedLayer], int]
@@ -272,8 +271,7 @@ def _kind(entry: os.DirEntry[bytes]) -> Kind:
         return Kind.DIRECTORY
     if entry.is_file(follow_symlinks=False) or entry.is_symlink():
         return Kind.OTHER
-    status = entry.stat(follow_symlinks=False)
-    return Kind.WHITEOUT if stat.S_ISCHR(status.st_mode) and status.st_rdev == 0 else Kind.OTHER
+    return Kind.WHITEOUT if is_whiteout(entry.stat(follow_symlinks=False)) else Kind.OTHER
 
 
 def _is_opaque(path: bytes, layer: Layer) -> bool:
@@ -281,11 +279,11 @@ def _is_opaque(path: bytes, layer: Layer) -> bool:
     strange = sorted(names & _STRANGE)
     if strange:
         raise _invalid(layer, path, f"the attribute {strange[0]} cannot be merged")
-    if _OPAQUE not in names:
+    if OPAQUE not in names:
         return False
-    value = os.getxattr(path, _OPAQUE, follow_symlinks=False)
+    value = os.getxattr(path, OPAQUE, follow_symlinks=False)
     if value != b"y":
-        raise _invalid(layer, path, f"the attribute {_OPAQUE} is {value!r}")
+        raise _invalid(layer, path, f"the attribute {OPAQUE} is {value!r}")
     return True
 
 
@@ -350,12 +348,10 @@ class _Writer:
         os.chown(path, status.st_uid, status.st_gid, follow_symlinks=False)
         if not stat.S_ISLNK(status.st_mode):
             os.chmod(path, stat.S_IMODE(status.st_mode))
-        source = self._source(entry)
-        for name in os.listxattr(source, follow_symlinks=False):
-            if not name.startswith(_PRIVATE):
-                os.setxattr(path, name, os.getxattr(source, name, follow_symlinks=False), follow_symlinks=False)
+        for name, value in attributes(self._source(entry)).items():
+            os.setxattr(path, name, value, follow_symlinks=False)
         if entry.opaque:
-            os.setxattr(path, _OPAQUE, b"y")
+            os.setxattr(path, OPAQUE, b"y")
         os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns), follow_symlinks=False)
 
 

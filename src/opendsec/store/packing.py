@@ -28,12 +28,13 @@ from pathlib import Path
 
 from opendsec.errors import DigestMismatchError, ImageInvalidError
 from opendsec.model.image import Image, Layer, LayerRole
-from opendsec.store.below import OPAQUE, OVERLAY, Below, attributes, is_whiteout
+from opendsec.store.below import Below
 from opendsec.store.erofs import NAME_BYTES, TreeFacts, is_moved
 from opendsec.store.exclusion import Exclusion, exclude
 from opendsec.store.following import can_follow
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layers import make_layer
+from opendsec.store.marks import ELSEWHERE, OPAQUE, attributes, is_whiteout
 from opendsec.store.merge import merged
 from opendsec.store.mounts import open_erofs
 from opendsec.store.progress import OnProgress, quietly
@@ -44,7 +45,6 @@ FIRST_PATHS = 100
 MAX_CONTENT_BYTES = 256 << 30
 """Of all regular files; reading more would keep a sandbox still for longer than anybody waits."""
 _PASSWD_BYTES = 1 << 20
-_REFUSED = (f"{OVERLAY}redirect", f"{OVERLAY}metacopy")
 
 
 @dataclass(slots=True)
@@ -244,7 +244,7 @@ def _check(found: os.DirEntry[str], path: str, entry: Entry) -> None:
             remedy="touch it",
         )
     for name in os.listxattr(found.path, follow_symlinks=False):
-        if name in _REFUSED:
+        if name in ELSEWHERE:
             raise ImageInvalidError(
                 f"entry {path!r} has the attribute {name}: the overlay refers to another path",
                 detail={"entry": path},

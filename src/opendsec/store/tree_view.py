@@ -12,7 +12,6 @@ are open for one directory at a time, however deep and wide the tree is.
 from __future__ import annotations
 
 import base64
-import errno
 import os
 import stat
 from collections.abc import Iterator, Sequence
@@ -22,10 +21,8 @@ from typing import Self
 from opendsec.errors import InvalidSpecError, NotFoundError
 from opendsec.model.file import FileKind
 from opendsec.model.image_view import TreeEntry
+from opendsec.store.marks import attributes, is_opaque, is_whiteout
 
-OPAQUE = "trusted.overlay.opaque"
-_PRIVATE = "trusted.overlay."
-"""Attributes of overlayfs itself, which a sandbox does not see."""
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
 _STEP_BYTES = 2048
@@ -163,33 +160,16 @@ def _add_names(
                 if name not in modes:
                     modes[name] = entry.stat(follow_symlinks=False).st_mode
                 found.setdefault(name, []).append(layer)
-                if _is_opaque(fd, entry.name):
+                if is_opaque(f"/proc/self/fd/{fd}/{entry.name}"):
                     settled.add(name)
                 continue
             settled.add(name)
             if name in found:
                 continue  # a directory is above it
             status = entry.stat(follow_symlinks=False)
-            if not _is_whiteout(status):
+            if not is_whiteout(status):
                 modes[name] = status.st_mode
                 found[name] = [layer]
-
-
-def _is_whiteout(status: os.stat_result) -> bool:
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
-
-
-def _is_opaque(parent_fd: int, name: str) -> bool:
-    return _attribute(f"/proc/self/fd/{parent_fd}/{name}", OPAQUE) == b"y"
-
-
-def _attribute(path: str, name: str) -> bytes:
-    try:
-        return os.getxattr(path, name, follow_symlinks=False)
-    except OSError as error:
-        if error.errno in (errno.ENODATA, errno.EOPNOTSUPP):
-            return b""
-        raise
 
 
 def _merged(path: bytes, layers: Sequence[LayerTree], *, mode: int = stat.S_IFDIR) -> Node:
@@ -231,5 +211,4 @@ def _entry(node: Node, layer: LayerTree, parent_fd: int, name: bytes) -> TreeEnt
 
 
 def _xattrs(place: bytes) -> dict[str, str]:
-    names = sorted(name for name in os.listxattr(place, follow_symlinks=False) if not name.startswith(_PRIVATE))
-    return {name: base64.b64encode(os.getxattr(place, name, follow_symlinks=False)).decode("ascii") for name in names}
+    return {name: base64.b64encode(value).decode("ascii") for name, value in attributes(place).items()}

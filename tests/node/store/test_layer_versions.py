@@ -14,10 +14,11 @@ from tests.tree_facts import difference, tree_of
 from opendsec.errors import ImageInvalidError
 from opendsec.model.image import ImageConfig
 from opendsec.store.chunks import make_table
-from opendsec.store.erofs import ORIGIN, mkfs_version
+from opendsec.store.erofs import mkfs_version
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.importers.conversions import Conversion
 from opendsec.store.layers import make_layer
+from opendsec.store.marks import ORIGIN
 from opendsec.store.mounts import open_erofs
 from opendsec.store.programs import ENVIRONMENT
 

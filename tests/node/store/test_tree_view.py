@@ -17,8 +17,9 @@ from opendsec.linux.libc import MS_RDONLY, mount, umount2
 from opendsec.model.file import FileKind
 from opendsec.model.image_view import TreeEntry
 from opendsec.store.erofs import make_erofs
+from opendsec.store.marks import OPAQUE
 from opendsec.store.mounts import open_erofs
-from opendsec.store.tree_view import OPAQUE, ComposedTree, LayerTree
+from opendsec.store.tree_view import ComposedTree, LayerTree
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.overlay]
 

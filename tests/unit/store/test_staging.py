@@ -15,6 +15,7 @@ import pytest
 
 from opendsec.errors import HostCapabilityError
 from opendsec.store import staging
+from opendsec.store.durable import remove_tree
 from opendsec.store.staging import SILENT_S, beating, file_system_time, locked, reap_staging, staged
 
 
@@ -87,14 +88,14 @@ def test_others_begin_while_a_large_leftover_is_removed(parent: Path, monkeypatc
     left = parent / f"{staging.kernel_id()}-0123456789abcdef"
     left.mkdir()
     left.with_name(f"{left.name}.lock").touch()
-    remove, begun = staging.remove_tree, []
+    begun = []
 
     def slowly(path: Path) -> None:
         if path == left:
             with locked(lock, wait=False):  # BlockingIOError if it were held
                 begun.append(path)
             assert reap(parent) == 0  # and nobody else takes the same
-        remove(path)
+        remove_tree(path)
 
     monkeypatch.setattr(staging, "remove_tree", slowly)
     assert reap(parent) == 1

@@ -20,15 +20,10 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass, field
 
 from opendsec.errors import ImageInvalidError
+from opendsec.store import marks
 
 WHITEOUT = ".wh."
 OPAQUE = ".wh..wh..opq"
-
-_OVERLAY = "trusted.overlay."
-_OVERLAY_OPAQUE = "trusted.overlay.opaque"
-_OVERLAY_WHITEOUT = "trusted.overlay.whiteout"
-_ELSEWHERE = ("trusted.overlay.redirect", "trusted.overlay.metacopy")
-"""What such an entry shows lies at another path or in another layer: without the attribute it shows other bytes."""
 
 _XATTR = "SCHILY.xattr."
 _READ_BYTES = 1 << 20
@@ -138,19 +133,19 @@ def _entry(node: _Node, links: dict[int, str]) -> Iterator[bytes]:
     yield _header(info)
     if info.isreg():
         yield from _content(node)
-    if node.xattrs.get(_OVERLAY_OPAQUE) == b"y":
+    if node.xattrs.get(marks.OPAQUE) == b"y":
         yield _header(_mark(node, OPAQUE))
 
 
 def _is_whiteout(node: _Node) -> bool:
     """As overlayfs sees it: a character device 0:0, or (Linux 6.8) an empty file with an attribute that says so."""
-    if stat.S_ISCHR(node.status.st_mode):
-        return node.status.st_rdev == 0
-    return stat.S_ISREG(node.status.st_mode) and node.status.st_size == 0 and _OVERLAY_WHITEOUT in node.xattrs
+    if marks.is_whiteout(node.status):
+        return True
+    return stat.S_ISREG(node.status.st_mode) and node.status.st_size == 0 and marks.WHITEOUT in node.xattrs
 
 
 def _check(node: _Node) -> None:
-    for key in _ELSEWHERE:
+    for key in marks.ELSEWHERE:
         if key in node.xattrs:
             raise _bad(node, f"{key}: what it shows lies elsewhere, which an OCI layer cannot say")
     for key in node.xattrs:
@@ -169,7 +164,7 @@ def _info(node: _Node) -> tarfile.TarInfo:
     info.uid, info.gid = status.st_uid, status.st_gid
     seconds, fraction = divmod(status.st_mtime_ns, 10**9)
     info.mtime = seconds
-    kept = {key: value for key, value in node.xattrs.items() if not key.startswith(_OVERLAY)}
+    kept = {key: value for key, value in node.xattrs.items() if not key.startswith(marks.PRIVATE)}
     info.pax_headers = {_XATTR + key: value.decode("utf-8", "surrogateescape") for key, value in kept.items()}
     if fraction:
         info.pax_headers["mtime"] = _decimal(status.st_mtime_ns)

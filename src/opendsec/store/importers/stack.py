@@ -26,10 +26,10 @@ from opendsec.errors import HostCapabilityError, ImageInvalidError
 from opendsec.linux.mount import overlay
 from opendsec.store.compose import MAX_LAYERS
 from opendsec.store.durable import remove_tree
+from opendsec.store.marks import OPAQUE, PRIVATE, is_whiteout
 from opendsec.store.mounts import open_erofs
 
-_PRIVATE = b"trusted.overlay."
-_OPAQUE = b"trusted.overlay.opaque"
+_PRIVATE, _OPAQUE = os.fsencode(PRIVATE), os.fsencode(OPAQUE)
 _IMPLICIT_MODE = 0o755
 
 
@@ -151,7 +151,7 @@ def clean(upper: bytes, below: bytes | None) -> None:
         for entry in os.scandir(directory):
             if entry.is_dir(follow_symlinks=False):
                 todo.append((entry.path, None if opaque or hidden is None else _directory(hidden + b"/" + entry.name)))
-            elif _is_whiteout(entry):
+            elif is_whiteout(entry.stat(follow_symlinks=False)):
                 os.utime(entry.path, (0, 0), follow_symlinks=False)
             else:
                 _strip(entry.path, keep=None)
@@ -163,11 +163,6 @@ def _directory(path: bytes) -> bytes | None:
         return path if stat.S_ISDIR(os.lstat(path).st_mode) else None
     except (FileNotFoundError, NotADirectoryError):
         return None
-
-
-def _is_whiteout(entry: os.DirEntry[bytes]) -> bool:
-    status = entry.stat(follow_symlinks=False)
-    return stat.S_ISCHR(status.st_mode) and status.st_rdev == 0
 
 
 def _strip(path: bytes, *, keep: bytes | None) -> bool:

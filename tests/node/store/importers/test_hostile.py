@@ -135,6 +135,17 @@ def test_values_that_are_none(store: ImageStore, disk: Path, entry: Entry) -> No
     assert "odd" in str(error) or "fine" in str(error)
 
 
+@pytest.mark.parametrize("collapse_bytes", [0, 1 << 30])
+def test_depth_is_no_obstacle(store: ImageStore, disk: Path, collapse_bytes: int) -> None:
+    """A whiteout beside what it would hide, as deep as paths go; it hides what is below, and nothing else."""
+    deep = "/".join(["d"] * 1200)
+    layout = make_layout(disk / "layout", [[file("d/below")], [directory(deep), file(".wh.d")]])
+    image = imported(store, "x", layout, collapse_bytes=collapse_bytes)
+    with shown(store, image.layers) as tree:
+        assert (tree / deep).is_dir()
+        assert not (tree / "d/below").exists()
+
+
 def json_layout(disk: Path, content: bytes, place: str) -> Path:
     """A layout whose index, manifest or configuration are these bytes, with digests that fit."""
     maker = LayoutMaker(disk / "layout")
