@@ -18,7 +18,6 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_silent_edge_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stopping, "EDGE_RETURNS_S", 8.0)
-    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     kept = {name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")}
     environment = {
         **kept,
@@ -32,6 +31,7 @@ async def test_a_silent_edge_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
     subprocess.run(up, env=environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
     local = chosen(environment)
     await processes.let_go(local, SUPERVISOR)
+    monkeypatch.setattr(processes, "GRACE_S", 0.5)
     edge = processes.pid_of(local, EDGE)
     assert edge is not None
     os.kill(edge, signal.SIGSTOP)
