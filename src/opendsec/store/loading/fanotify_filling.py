@@ -22,7 +22,7 @@ import resource
 import select
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -84,7 +84,7 @@ class _Reading:
         self.filled.right.update(_numbers(self.offset, self.piece_end))
         self.offset = self.piece_end
         if self.offset < self.end:
-            self.step()
+            self.front.later(self.step)  # not from here: there may be thousands of pieces
             return True
         return self.front.answer(fanotify.allow(self.number), self.number, is_open=self.is_open)
 
@@ -168,6 +168,10 @@ class Front:
             os.close(number)
         return waited
 
+    def later(self, work: Callable[[], None]) -> None:
+        """In a thread for reads of our own."""
+        self._readings.submit(work)
+
     # the thread
 
     def _run(self) -> None:
@@ -184,7 +188,7 @@ class Front:
                 self._look_for_whole()
             if now - dropped_at > DROP_S:
                 dropped_at = now
-                self._readings.submit(self._drop_pages)
+                self.later(self._drop_pages)
 
     def _read_events(self) -> None:
         try:
@@ -232,7 +236,7 @@ class Front:
             front=self, filled=filled, number=taken.number, is_open=is_open, offset=taken.offset, end=end
         )
         if filled.asks_itself:
-            self._readings.submit(reading.step)  # this thread answers what it asks
+            self.later(reading.step)  # this thread answers what it asks
         else:
             reading.step()
 
@@ -278,7 +282,9 @@ class Front:
         """Keep these numbers from being those of new events, until they are answered."""
         null = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         for number in numbers:
-            if number == null or not Path(f"/proc/self/fd/{number}").exists():  # else it is open for good already
+            if number == null:  # dup2(2) refuses to make a descriptor its own copy
+                self._held.add(number)
+            elif not Path(f"/proc/self/fd/{number}").exists():  # else it is open for good already
                 os.dup2(null, number, inheritable=False)
                 self._held.add(number)
         if null not in self._held:
