@@ -232,7 +232,7 @@ def _last_frame(command: Command) -> bytes:
     if command.result is not None:
         return pack_frame(EXEC_RESULT, 0, codec.encode(command.result))
     assert command.error is not None
-    return pack_frame(EXEC_ERROR, 0, codec.encode(codec.error_fields(command.error)))
+    return pack_frame(EXEC_ERROR, 0, codec.encode_error(command.error))
 
 
 async def _await_start(command: Command, event: asyncio.Event) -> None:

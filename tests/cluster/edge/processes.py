@@ -139,7 +139,7 @@ class Exec:
             elif frame.type == EXEC_RESULT:
                 self.result = msgspec.json.decode(frame.payload)
             elif frame.type == EXEC_ERROR:
-                self.error = msgspec.json.decode(frame.payload)
+                self.error = msgspec.json.decode(frame.payload)["error"]
 
 
 def read_exec(answer: httpx.Response) -> Exec:
