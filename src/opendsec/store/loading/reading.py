@@ -43,6 +43,9 @@ RECENT_CHUNKS = 256
 STREAK_BYTES = 1 << 20
 """So much is read in order before anything is read ahead."""
 LONGEST_AHEAD_BYTES = 4 << 20
+GIVEN_UP_S = 1.0
+"""After a read has waited in vain for a chunk, others of it fail at once for so long. Readers of one page wait for each
+other in the kernel, and each would begin to wait anew when the one before it was told: sandboxes times patience."""
 _STREAKS = 32
 _TICK_S = 0.1
 _TELL_EVERY_S = 5.0
@@ -157,7 +160,10 @@ class _Waiting:
             if self.is_done:
                 return
             self.is_done = True
+            lacking = [number for number in _numbers(self.offset, self.size) if number not in self.have]
             self.have.clear()
+        if self.deadline - time.monotonic() < self.reader.patience_s / 2:
+            self.reader.give_up(lacking)
         self.reply.fail(errno.EIO)
         self.reader.failed(why)
 
@@ -201,6 +207,7 @@ class BlobReader:
         self._queue: deque[_Run] = deque()
         self._active = 0
         self._streaks: OrderedDict[int, int] = OrderedDict()
+        self._given_up: dict[int, float] = {}
         self._told_at = float("-inf")
 
     @property
@@ -210,12 +217,15 @@ class BlobReader:
 
     def read(self, offset: int, size: int, reply: Answer) -> None:
         """Complete `reply` with that part of the blob, now or later, or with EIO. The part lies within the blob."""
-        numbers = range(offset // CHUNK_BYTES, -(-(offset + size) // CHUNK_BYTES))
+        numbers = _numbers(offset, size)
         self._touched(numbers)
         self.asked_bytes += size
         have = {number: content for number in numbers if (content := self._here(number)) is not None}
         missing = [number for number in numbers if number not in have]
-        if missing:
+        if missing and self._is_given_up(missing):
+            reply.fail(errno.EIO)
+            self.failed("another read of it has waited in vain just now")
+        elif missing:
             self._wait_for(missing, have, offset, size, reply)
         else:
             reply.give(*_cut(have, offset, size))
@@ -254,6 +264,17 @@ class BlobReader:
                     raise error
 
         return [self._engine.ahead.submit(work) for _ in range(at_once)]
+
+    def give_up(self, numbers: Sequence[int]) -> None:
+        """A read has waited in vain for these: whoever the kernel made wait behind it is told at once."""
+        now = time.monotonic()
+        with self._lock:
+            self._given_up = {number: until for number, until in self._given_up.items() if until > now}
+            self._given_up |= dict.fromkeys(numbers, now + GIVEN_UP_S)
+
+    def _is_given_up(self, numbers: Iterable[int]) -> bool:
+        now = time.monotonic()
+        return any(self._given_up.get(number, 0.0) > now for number in numbers)
 
     def failed(self, why: str) -> None:
         """A read got EIO. Told in the log, not more often than anybody reads it."""
@@ -460,11 +481,16 @@ def _runs(numbers: Iterable[int], count: int) -> Iterator[list[int]]:
         yield run
 
 
+def _numbers(offset: int, size: int) -> range:
+    """Of the chunks that part lies in."""
+    return range(offset // CHUNK_BYTES, -(-(offset + size) // CHUNK_BYTES))
+
+
 def _cut(chunks: dict[int, bytes], offset: int, size: int) -> list[memoryview]:
     """That part of a blob out of the chunks it lies in."""
     parts = []
     end = offset + size
-    for number in range(offset // CHUNK_BYTES, -(-end // CHUNK_BYTES)):
+    for number in _numbers(offset, size):
         start = number * CHUNK_BYTES
         parts.append(memoryview(chunks[number])[max(0, offset - start) : end - start])
     return parts

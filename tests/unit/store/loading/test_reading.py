@@ -18,7 +18,7 @@ from tests.unit.store.loading.faulty import Answer, Fault, FaultyFiles, all_of, 
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.cache import SLOT_BYTES, ChunkCache
 from opendsec.store.loading.fetch import ChunkSource
-from opendsec.store.loading.reading import DEMAND_PER_BLOB, BlobReader, Engine
+from opendsec.store.loading.reading import DEMAND_PER_BLOB, GIVEN_UP_S, BlobReader, Engine
 
 SIZE = 40 * CHUNK_BYTES + 4321
 CONTENT = random.Random(11).randbytes(SIZE)
@@ -118,6 +118,7 @@ def test_a_store_that_hangs_costs_the_time_limit_and_no_other_blob(tmp_path: Pat
         assert hung.failures == 40
         assert hung._active <= DEMAND_PER_BLOB
         release.set()
+        time.sleep(GIVEN_UP_S)
         assert asked(hung, 0, SIZE).wait().content == CONTENT
 
 
@@ -212,3 +213,20 @@ def test_chunks_that_are_given_reach_who_waits_though_nothing_can_be_kept(tmp_pa
         go_on.set()
         assert answer.wait().content == CONTENT[:CHUNK_BYTES]
         assert loading.exception(timeout=10) is not None, "there is no use in loading more"
+
+
+def test_who_waited_behind_a_read_that_failed_does_not_wait_anew(tmp_path: Path) -> None:
+    """As the kernel has it: the next reader of a page asks when the one before it was told."""
+    hold = threading.Event()
+
+    def fault(_name: str, _offset: int, content: bytes) -> bytes:
+        hold.wait(10)
+        return content
+
+    with readers(tmp_path, FaultyFiles(CONTENT, fault=fault), CONTENT, patience_s=1.0) as (reader,):
+        begun = time.monotonic()
+        assert [asked(reader, 10, 100).wait().error for _ in range(20)] == [errno.EIO] * 20
+        assert time.monotonic() - begun < 2.0
+        hold.set()
+        time.sleep(GIVEN_UP_S)
+        assert asked(reader, 10, 100).wait().content == CONTENT[10:110]
