@@ -137,7 +137,8 @@ class _Check:
 
     def findings(self) -> list[Finding]:
         layout = self.store.layout
-        found = [*_unknown_files(layout), *self._list_content(), *self._read_tags(), *self._read_manifests()]
+        # Names first: what one means was there before it, and nobody collects meanwhile.
+        found = [*_unknown_files(layout), *self._read_tags(), *self._list_content(), *self._read_manifests()]
         found += self._check_bytes()
         found += self._missing()
         found += self._dangling()
@@ -232,11 +233,20 @@ class _Check:
             try:
                 self.store.compose(name)
             except (ImageError, InvalidSpecError) as error:
-                if self._is_a_part(manifest):
+                if self._is_a_part(manifest) or self._means_another(name, digest):
                     continue
                 yield Finding(fault=Fault.DANGLING, file=name, sentence=error.message, images=(name,))
             except OSError as error:  # of what it refers to
                 yield replace(_unreadable(name, error), images=(name,))
+
+    def _means_another(self, name: str, digest: str) -> bool:
+        """Whether somebody has removed the name or given it a new meaning since the check began."""
+        try:
+            return decode_tag(self.store.layout.tag(name).read_bytes(), name=name).digest != digest
+        except FileNotFoundError:
+            return True
+        except (ImageInvalidError, OSError):
+            return False
 
     def _is_a_part(self, manifest: Manifest) -> bool:
         """A workspace or toolkit without a base of its own: nobody starts it alone."""
@@ -371,9 +381,21 @@ def _repaired(store: ImageStore, finding: Finding) -> Finding:
         return replace(finding, repair=_rebuild_table(store, finding))
     if finding.fault is Fault.DAMAGED:
         with locked(store.layout.lock):
+            if finding.file.startswith("tags/") and not _is_damaged_tag(store.layout.root / finding.file):
+                return replace(finding, repair=Repair.REBUILT)  # somebody else has given the name a meaning
             _set_aside(store.layout, finding.file)
         return replace(finding, repair=Repair.SET_ASIDE)
     return finding
+
+
+def _is_damaged_tag(file: Path) -> bool:
+    try:
+        decode_tag(file.read_bytes(), name=name_of_tag_file(file.name))
+    except ImageInvalidError:
+        return True
+    except FileNotFoundError:
+        return False
+    return False
 
 
 def _rebuild_table(store: ImageStore, finding: Finding) -> Repair:

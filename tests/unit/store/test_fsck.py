@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -174,6 +175,38 @@ def test_a_file_that_cannot_be_read_is_no_damage(store: ImageStore, monkeypatch:
     assert faults(checked) == [("unreadable", data, ("a",))]
     assert not checked.sound
     assert (store.root / data).exists()
+
+
+def test_what_others_publish_and_remove_meanwhile_is_no_fault(
+    store: ImageStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    publish(store, "a")
+    publish(store, "b", b"other", base="a")
+    publish(store, "c", b"damaged tag")
+    alter(store.layout.tag("c"), b"damaged")
+    listing, compose = fsck._Check._list_content, ImageStore.compose
+
+    def published_late(self: fsck._Check) -> Iterator[fsck.Finding]:
+        found = list(listing(self))
+        if "late" not in store.names():
+            publish(store, "late", b"late")
+        yield from found
+
+    def removed_late(self: ImageStore, image: str) -> Image:
+        if image == "b" and "b" in store.names():
+            store.remove("b")
+            store.remove("a")
+            store.remove("c")
+            publish(store, "c", b"good again")
+        return compose(self, image)
+
+    monkeypatch.setattr(fsck._Check, "_list_content", published_late)
+    monkeypatch.setattr(ImageStore, "compose", removed_late)
+    checked = check(store, repair=True)
+    assert [(one.file, one.repair) for one in checked.findings] == [("tags/c", Repair.REBUILT)]
+    assert checked.sound
+    assert store.get("c").layers, "the good meaning is not set aside"
+    assert store.names() == ["c", "late"]
 
 
 def test_one_at_a_time(store: ImageStore) -> None:
