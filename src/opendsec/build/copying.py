@@ -79,7 +79,8 @@ def _items_of(source: Source, step: Copy, target: _Target, changes: Changes, inp
         below = context_items(source, target.inside, changes, inputs.files, with_itself=False)
         return [*target.made(changes), *below]
     if step.unpack and is_archive(first.where):
-        return [*target.made(changes), *(_below(item, target.inside) for item in archive_items(first.where, changes))]
+        found = archive_items(first.where, changes, status=first.status)
+        return [*target.made(changes), *(_below(item, target.inside) for item in found)]
     name = target.name_for(posixpath.basename(source.name))
     return [*target.parents(changes), *context_items(source, name, changes, inputs.files)]
 

@@ -11,6 +11,7 @@ import os
 import posixpath
 import stat
 import tarfile
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -158,12 +159,49 @@ def is_archive(path: Path) -> bool:
     return tarfile.is_tarfile(path)
 
 
-def archive_items(path: Path, changes: Changes) -> list[Item]:
-    """What is in a tar archive, with the owners it says. Raises InvalidSpecError for what a copy cannot make."""
-    with tarfile.open(path, "r:*", encoding="utf-8", errors="surrogateescape") as archive:
+def archive_items(path: Path, changes: Changes, *, status: os.stat_result | None = None) -> list[Item]:
+    """What is in a tar archive, with the owners it says. Raises InvalidSpecError for what a copy cannot make.
+
+    `status`: as it was before its digest was taken; FileError when it is another file by now.
+    """
+    with _opened(path, status) as archive:
         members = archive.getmembers()
     by_name = {_clean(member.name): member for member in members if member.isreg()}
-    return [item for member in members if (item := _member(path, member, by_name, changes)) is not None]
+    contents = _Contents(path, status)
+    return [item for member in members if (item := _member(path, member, by_name, changes, contents)) is not None]
+
+
+def _opened(path: Path, status: os.stat_result | None) -> tarfile.TarFile:
+    archive = tarfile.open(path, "r:*", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - the caller closes it
+    number = archive.fileobj.fileno()  # type: ignore[union-attr, attr-defined]  # Of the file itself, also below a decompressor.
+    if status is not None and _identity(os.fstat(number)) != _identity(status):
+        archive.close()
+        raise _changed(path)
+    return archive
+
+
+def _identity(status: os.stat_result) -> tuple[int, int, int]:
+    return (status.st_ino, status.st_size, status.st_mtime_ns)
+
+
+class _Contents:
+    """Bytes of the files of an archive, which stays open from one to the next: a compressed one that is opened anew is
+    unpacked anew up to there. It is closed when nobody has it any more.
+    """
+
+    def __init__(self, path: Path, status: os.stat_result | None) -> None:
+        self._path = path
+        self._status = status
+        self._archive: tarfile.TarFile | None = None
+
+    def read(self, member: tarfile.TarInfo) -> Iterator[bytes]:
+        if self._archive is None:
+            self._archive = _opened(self._path, self._status)
+            weakref.finalize(self, self._archive.close)
+        file = self._archive.extractfile(member)
+        assert file is not None
+        while piece := file.read(CHUNK_BYTES):
+            yield piece
 
 
 def _clean(name: str) -> str:
@@ -171,7 +209,11 @@ def _clean(name: str) -> str:
 
 
 def _member(
-    path: Path, member: tarfile.TarInfo, by_name: Mapping[str, tarfile.TarInfo], changes: Changes
+    path: Path,
+    member: tarfile.TarInfo,
+    by_name: Mapping[str, tarfile.TarInfo],
+    changes: Changes,
+    contents: _Contents,
 ) -> Item | None:
     name = _clean(member.name)
     if name == ".":
@@ -201,13 +243,5 @@ def _member(
         ),
     )
     found = source
-    content = (lambda: _from_archive(path, found)) if source.isreg() else None
+    content = (lambda: contents.read(found)) if source.isreg() else None
     return Item(entry=changes.applied(entry), content=content)
-
-
-def _from_archive(path: Path, member: tarfile.TarInfo) -> Iterator[bytes]:
-    with tarfile.open(path, "r:*") as archive:
-        file = archive.extractfile(member)
-        assert file is not None
-        while piece := file.read(CHUNK_BYTES):
-            yield piece

@@ -24,7 +24,7 @@ def has_wildcard(pattern: str) -> bool:
 
 def component(pattern: str) -> re.Pattern[str]:
     """A pattern for one component of a path. Raises InvalidSpecError for a bracket that is not closed."""
-    return re.compile(_translated(pattern, directories=False) + r"\Z", re.DOTALL)
+    return _compiled(pattern, directories=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,8 +65,7 @@ def parse_ignore(text: str) -> Ignore:
         takes_back = pattern.startswith("!")
         cleaned = _cleaned(pattern.removeprefix("!").strip())
         if cleaned:
-            compiled = re.compile(_translated(cleaned, directories=True) + r"\Z", re.DOTALL)
-            rules.append(IgnoreRule(pattern=compiled, takes_back=takes_back))
+            rules.append(IgnoreRule(pattern=_compiled(cleaned, directories=True), takes_back=takes_back))
     return Ignore(rules=tuple(rules))
 
 
@@ -82,6 +81,13 @@ def _fits(pattern: re.Pattern[str], path: str) -> bool:
             return True
         path = posixpath.dirname(path)
     return False
+
+
+def _compiled(pattern: str, *, directories: bool) -> re.Pattern[str]:
+    try:
+        return re.compile(_translated(pattern, directories=directories) + r"\Z", re.DOTALL)
+    except re.error as error:
+        raise InvalidSpecError(f"the pattern {pattern!r}: {error.msg}", detail={"field": "pattern"}) from error
 
 
 def _translated(pattern: str, *, directories: bool) -> str:

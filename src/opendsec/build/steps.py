@@ -104,11 +104,6 @@ def step_key(parent: str, step: Step, inputs: str) -> str:
     return _digest(["step", KEY_VERSION, parent, type(step).__name__, fields, inputs])
 
 
-def image_key(parent: str, config: ImageConfig) -> str:
-    """Of the finished image: its last step, and its configuration."""
-    return _digest(["image", KEY_VERSION, parent, asdict(config)])
-
-
 def _digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, ensure_ascii=True, separators=(",", ":"))
     return hashlib.sha256(text.encode("ascii")).hexdigest()

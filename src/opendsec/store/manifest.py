@@ -159,11 +159,6 @@ def to_image(name: str, tag: Tag, manifest: bytes) -> Image:
     )
 
 
-def files_of(layer: Layer) -> tuple[Blob, ...]:
-    """The blobs a layer consists of: one, or metadata and data."""
-    return (layer.mounted,) if layer.data is None else (layer.mounted, layer.data)
-
-
 def _encode_layer(layer: Layer) -> dict[str, object]:
     fields: dict[str, object] = {"digest": layer.digest, "size_bytes": layer.size_bytes, "role": layer.role.value}
     for key, blob in (("meta", layer.meta), ("data", layer.data)):

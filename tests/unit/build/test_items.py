@@ -7,6 +7,7 @@ import io
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any, Literal
 
 import pytest
 
@@ -103,6 +104,40 @@ def test_archives(tmp_path: Path) -> None:
 def test_what_an_archive_may_not_hold(tmp_path: Path, bad: tarfile.TarInfo) -> None:
     with pytest.raises(InvalidSpecError, match=r"a\.tar"):
         archive_items(archive(tmp_path / "a.tar", [bad]), Changes())
+
+
+@pytest.mark.parametrize("compression", ["w:", "w:gz", "w:xz"])
+def test_an_archive_is_unpacked_once_however_many_files_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compression: Literal["w:", "w:gz", "w:xz"]
+) -> None:
+    path = tmp_path / "many.tar"
+    with tarfile.open(path, compression) as made:
+        for number in range(50):
+            info = tarfile.TarInfo(f"f{number:02}")
+            info.size = 3
+            made.addfile(info, io.BytesIO(b"%03d" % number))
+    items = archive_items(path, Changes(), status=path.stat())
+    opened: list[object] = []
+    open_one = tarfile.open
+
+    def counted(*arguments: Any, **more: Any) -> tarfile.TarFile:
+        opened.append(arguments)
+        return open_one(*arguments, **more)
+
+    monkeypatch.setattr(tarfile, "open", counted)
+    assert [b"".join(item.content()) for item in items if item.content] == [b"%03d" % number for number in range(50)]
+    assert len(opened) == 1
+
+
+def test_an_archive_that_changed_after_its_digest_was_taken(tmp_path: Path) -> None:
+    path = archive(tmp_path / "a.tar", [member("x")])
+    status = path.stat()
+    items = archive_items(path, Changes(), status=status)
+    path.write_bytes(archive(tmp_path / "b.tar", [member("y"), member("x")]).read_bytes())
+    with pytest.raises(FileError, match="changed while"):
+        b"".join(stream(items))
+    with pytest.raises(FileError, match="changed while"):
+        archive_items(path, Changes(), status=status)
 
 
 def test_what_is_no_archive(tmp_path: Path) -> None:

@@ -32,6 +32,13 @@ def test_a_bracket_that_is_not_closed() -> None:
         names_matching("[a", NAMES)
 
 
+def test_a_range_that_is_none() -> None:
+    with pytest.raises(InvalidSpecError, match=r"\[z-a\]"):
+        names_matching("[z-a]", NAMES)
+    with pytest.raises(InvalidSpecError, match=r"\[z-a\]"):
+        parse_ignore("[z-a]")
+
+
 IGNORED = [
     ("node_modules", "node_modules/x/y", True),
     ("node_modules", "sub/node_modules", False),
