@@ -81,7 +81,17 @@ class Guardian:
     def keep_all(self) -> None:
         for name in KEEPERS:
             if not is_kept(self.keepers.get(name)):
-                self.keepers[name] = find_holder(self.place, name) or keep(self.place, name, self.group)
+                self._forget(name)
+                found = find_holder(self.place, name)
+                self.keepers[name] = keep(self.place, name, self.group) if found is None else found
+
+    def _forget(self, name: str) -> None:
+        """A keeper that has ended, if there was one."""
+        pidfd = self.keepers.pop(name, None)
+        if pidfd is not None:
+            with contextlib.suppress(ChildProcessError):  # another guardian's
+                os.waitid(os.P_PIDFD, pidfd, os.WEXITED)
+            os.close(pidfd)
 
     def start_filling(self) -> None:
         """In place of whoever filled before us."""
@@ -128,8 +138,9 @@ class Guardian:
         with contextlib.suppress(BlockingIOError):
             while True:
                 for request in fanotify.parse(os.read(self.group, fanotify.READ_BYTES)):
-                    fanotify.answer(self.group, fanotify.deny(request.fd))
-                    os.close(request.fd)
+                    if request.fd >= 0:
+                        fanotify.answer(self.group, fanotify.deny(request.fd))
+                        os.close(request.fd)
 
     def end(self) -> None:
         """Everything, unless somebody needs it."""
