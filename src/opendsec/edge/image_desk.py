@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Callable, Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from types import TracebackType
 from typing import ParamSpec, Self, TypeVar
 
@@ -122,7 +122,8 @@ class ImageDesk:
             while batch := await self._run(_next_batch, lines, turn):
                 yield batch
         finally:
-            self._pool.submit(_close, lines, turn)
+            with suppress(RuntimeError):  # the desk is closed: nobody reads on
+                self._pool.submit(_close, lines, turn)
 
     async def _run(self, work: Callable[P, T], *args: P.args, **given: P.kwargs) -> T:
         call = functools.partial(work, *args, **given)

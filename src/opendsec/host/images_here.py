@@ -10,9 +10,8 @@ from __future__ import annotations
 import os
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, ExitStack, asynccontextmanager, contextmanager
-from pathlib import Path
 
-from opendsec.host.image_group import STATE_DIR, of_host, open_store
+from opendsec.host.image_group import of_host, open_store, state_directory
 from opendsec.model.image_view import Difference, ImageDetails, ImageSummary, TreeEntry
 from opendsec.store.catalogue import Catalogue
 from opendsec.store.compose import to_look_at
@@ -109,7 +108,7 @@ class ImagesHere:
     @contextmanager
     def _opened(self, reference: str) -> Iterator[ComposedTree]:
         image = to_look_at(self._store.get, reference)
-        loader = DirectLoader(self._store, _state_dir() / "cache" / "metadata")
+        loader = DirectLoader(self._store, state_directory() / "cache" / "metadata")
         with ExitStack() as stack:
             trees = []
             for layer in reversed(image.layers):
@@ -118,7 +117,3 @@ class ImagesHere:
                 stack.callback(os.close, fd)
                 trees.append(LayerTree(digest=layer.digest, fd=fd))
             yield ComposedTree(trees)
-
-
-def _state_dir() -> Path:
-    return Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))

@@ -7,9 +7,11 @@
     <root>/tags/<quoted name>             which manifest a name means now, since when, and where it came from
     <root>/claims/<hex>.<token>           manifests published lately: what they need is not garbage (`gc`)
     <root>/removed/<hex>                  when a manifest last lost a name
-    <root>/nodes/<node>/                  leases: what a node has mounted (`leases`)
+    <root>/nodes/<node>.json              leases: what a node has mounted (`leases`)
     <root>/staging/<token>/               work in progress of live processes, with `<token>.lock` beside it
     <root>/lock                           held for milliseconds while names change
+    <root>/condemned/, unreferenced.json, keeping.lock      of collections and checks (`gc`, `fsck`)
+    <root>/conversions/, profiles/        hints others keep (`layout.HINTS`)
 
 Any number of processes on any number of nodes may use one store at once. Readers take no lock. Publishing first claims
 what it needs, then links finished, synced files to their final names and sets the tag last, under the lock; so a crash

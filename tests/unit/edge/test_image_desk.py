@@ -61,3 +61,12 @@ async def test_a_stream_that_fails_tells_what_failed_and_one_that_is_left_ends(d
         assert (await anext(lines)).count(b"\n") <= BATCH_LINES
         assert not ended.is_set()
     assert ended.wait(5)
+
+
+async def test_a_stream_may_outlive_the_desk(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "store")
+    layers = LayerMounts(DirectLoader(store, tmp_path / "copies"), tmp_path / "layers")
+    with ImageDesk(store, layers) as desk:
+        lines = desk._streamed(lambda: range(10 * BATCH_LINES))
+        await anext(lines)
+    await lines.aclose()

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from opendsec.errors import ConflictError, InvalidSpecError
-from opendsec.store.durable import disk_full_named, remove_tree, sync_directory
+from opendsec.store.durable import disk_full_named, remove_tree, sync_directory, write_synced
 from opendsec.store.exporters.compression import Hashed
 from opendsec.store.exporters.documents import Written, blob_path
 
@@ -120,7 +120,9 @@ def _made(partial: Path, target: Target) -> Iterator[Place]:
         fd = os.open(partial, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
-            yield _Directory(partial)
+            layout = _Directory(partial)
+            yield layout
+            layout.close()
         finally:
             os.close(fd)
         return
@@ -167,7 +169,12 @@ class _Directory(Place):
         return Written(digest=passing.digest, size_bytes=passing.size_bytes)
 
     def document(self, name: str, content: bytes) -> None:
-        (self._root / name).write_bytes(content)
+        write_synced(self._root / name, content, mode=0o644)
+
+    def close(self) -> None:
+        """All names on the disk."""
+        for directory in (self._root / "blobs" / "sha256", self._root / "blobs", self._root):
+            sync_directory(directory)
 
 
 class _Archive(Place):

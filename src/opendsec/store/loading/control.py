@@ -21,6 +21,8 @@ from opendsec.errors import NodeError, OpenDSecError, RequestError
 from opendsec.wire import codec
 
 _MOST_BYTES = 1 << 20
+_MOST_ANSWER_BYTES = 64 << 20
+"""A status has some 250 bytes for each layer, and nodes may have attached many thousands."""
 
 Answerer = Callable[[str, Mapping[str, Any]], Mapping[str, Any]]
 """What to do, and with what; raises OpenDSecError."""
@@ -41,7 +43,7 @@ def ask(path: Path, what: str, *, timeout_s: float, **fields: Any) -> Mapping[st
             link.connect(str(path))
             link.sendall(question)
             with link.makefile("rb") as answers:
-                line = answers.readline(_MOST_BYTES)
+                line = answers.readline(_MOST_ANSWER_BYTES)
     except TimeoutError as error:
         raise NodeError(
             f"the loader of this node did not answer within {timeout_s:g} s", detail={"path": str(path)}, retryable=True
@@ -97,7 +99,7 @@ class _Connection(socketserver.StreamRequestHandler):
                 answer = {"error": codec.error_fields(error)}
             try:
                 self.wfile.write(msgspec.json.encode(answer) + b"\n")
-            except BrokenPipeError:
+            except (BrokenPipeError, ConnectionResetError):
                 return
 
     def _answer(self, line: bytes) -> Mapping[str, Any]:

@@ -113,7 +113,7 @@ def changed(tree: Path) -> None:
     with open(os.fsencode(tree) + b"/not-text-\xff\xfe", "wb") as file:
         file.write(b"1")
     os.utime(tree / "kept" / "pipe", ns=(1, 1_234_567_890_987_654_321))
-    os.utime(tree / "fresh", ns=(1, -1_500_000_000))
+    os.utime(tree / "fresh", ns=(1, -2_500_000_000))
 
 
 @pytest.fixture
