@@ -48,12 +48,22 @@ def section(words: Words, command: Any) -> str:
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option"]
     usage = " ".join(["opendsec", *words, *(_metavar(argument) for argument in arguments)])
-    rows = [f"| `{_metavar(item).replace('|', chr(92) + '|')}` | {item.help or ''} |" for item in arguments]
-    for option in options:
-        names = ", ".join(option.opts)
-        rows.append(f"| `{names}{_value(option)}` | {option.help or ''}{_default(option)} |")
+    rows = [f"| `{_cell(_metavar(item))}` | {_cell(item.help or '')} |" for item in arguments]
+    rows += [
+        f"| `{_names(option)}{_value(option)}` | {_cell(option.help or '')}{_default(option)} |" for option in options
+    ]
     table = "".join(f"{row}\n" for row in ["| | |", "| --- | --- |", *rows]) if rows else ""
     return f"\n## {usage}\n\n{inspect.cleandoc(command.help or '')}\n\n{table}"
+
+
+def _names(option: Any) -> str:
+    """All names of an option; behind a slash those that say no."""
+    return " / ".join(", ".join(names) for names in (option.opts, option.secondary_opts) if names)
+
+
+def _cell(text: str) -> str:
+    """Text in a cell of a table, where a bar would begin the next one."""
+    return text.replace("|", chr(92) + "|")
 
 
 def _metavar(argument: Any) -> str:
@@ -73,6 +83,8 @@ def _value(option: Any) -> str:
 
 def _default(option: Any) -> str:
     value = option.default
+    if option.is_flag and option.secondary_opts:
+        return f" Default: {(option.opts if value else option.secondary_opts)[0]}."
     if value is None or value == "" or option.is_flag or callable(value) or len(str(value)) > 40:
         return ""
     return f" Default: {getattr(value, 'value', value)}."
