@@ -121,6 +121,9 @@ def _found(look_up: Lookup, reference: str, field: str, *, asked_by: str = "") -
     except ImageNotFoundError as error:
         if not asked_by:
             error.detail["field"] = field
+            if field != "image":
+                error.message = f"{field}: {error.message}"
+                error.args = (error.message,)
             raise
         raise ImageNotFoundError(
             f"image {asked_by!r} needs {reference!r}, and there is no such image in the store",

@@ -175,6 +175,9 @@ def test_what_is_missing_is_named_with_who_asked_for_it(asked: dict[str, object]
     with pytest.raises(ImageNotFoundError) as caught:
         compose(known, **asked)  # type: ignore[arg-type]
     assert caught.value.detail == detail
+    if detail["field"] != "image" and "asked_by" not in detail:
+        assert caught.value.message == f"{detail['field']}: no image 'nope'"
+        assert str(caught.value).startswith(caught.value.message)
 
 
 def test_circles_and_endless_chains_are_refused() -> None:
