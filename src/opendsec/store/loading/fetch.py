@@ -6,11 +6,13 @@
 
 It believes neither length nor content nor the order of answers. What is wrong or missing is asked for again, with
 pauses that grow, until `patience_s` has passed since the call; wrong bytes at most WRONG_TRIES times, since a store
-that holds them will not change its mind. A file that is not there and a store that refuses are told at once.
+that holds them will not change its mind; so is a server that knows no ranges. A file that is not there and a store
+that refuses are told at once.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import random
 import threading
@@ -166,7 +168,9 @@ class ChunkSource:
                 failure: OpenDSecError = error
                 wrong += 1
             except OSError as error:
-                failure = _unreachable(what, self.files.address, error)
+                unable = error.errno == errno.EOPNOTSUPP
+                wrong += unable
+                failure = _unreachable(what, self.files.address, error, retryable=not unable)
             with self._lock:
                 self.counts.failures += 1
             left = end - self.clock()

@@ -261,7 +261,7 @@ def _object_store(address: str, attempt_s: float) -> ObjectStore:
 
 
 def _as_os_error(error: Exception, name: str) -> OSError:
-    from obstore.exceptions import PermissionDeniedError, UnauthenticatedError
+    from obstore.exceptions import NotSupportedError, PermissionDeniedError, UnauthenticatedError
 
     if isinstance(error, FileNotFoundError):
         return FileNotFoundError(errno.ENOENT, "the store has no such file", name)
@@ -270,6 +270,10 @@ def _as_os_error(error: Exception, name: str) -> OSError:
     if isinstance(error, PermissionDeniedError | UnauthenticatedError):
         return PermissionError(errno.EACCES, f"the store refuses: {_first_line(error)}", name)
     words = _first_line(error)
+    if isinstance(error, NotSupportedError):
+        return OSError(
+            errno.EOPNOTSUPP, f"the server cannot do what is needed (it must answer Range requests): {words}", name
+        )
     if "timed out" in str(error) or "TimedOut" in str(error):
         return TimeoutError(errno.ETIMEDOUT, f"no answer in time: {words}", name)
     return OSError(errno.EIO, words, name)

@@ -87,6 +87,18 @@ def test_what_will_not_change_is_told_at_once(failure: OSError, kind: type[Excep
     assert len(files.reads) == 1
 
 
+def test_a_server_that_cannot_do_it_is_asked_three_times() -> None:
+    def fault(name: str, offset: int, content: bytes) -> bytes:
+        raise OSError(errno.EOPNOTSUPP, "no ranges")
+
+    files = FaultyFiles(CONTENT, fault=fault)
+    got = source_of(files, patience_s=60).fetch(BLOB, TABLE, 0, 1)
+    assert isinstance(got.error, NodeError)
+    assert not got.error.retryable
+    assert "no ranges" in str(got.error)
+    assert len(files.reads) == 3
+
+
 def test_tables_are_checked() -> None:
     files = FaultyFiles(CONTENT)
     assert source_of(files).table(BLOB) == TABLE
