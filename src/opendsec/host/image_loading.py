@@ -33,6 +33,11 @@ from opendsec.store.manifest import hex_of
 from opendsec.store.progress import OnProgress, Progress
 
 _LOOK_S = 0.2
+NOTHING_READ = (
+    "the loader was asked for nothing, so nothing was recorded: the image's layers are of one file, or this node has "
+    "them whole (loader fanotify: record on a node that has not, or remove <state>/cache after `opendsec down`)"
+)
+"""Why a profile would be empty; such a one would say that a start reads nothing."""
 
 
 @app.command("sync")
@@ -49,8 +54,9 @@ def sync(
     if as_json:
         print_json(asdict(done))
         return
+    count = len(done.images)
     print_line(
-        f"{len(done.images)} images in {destination}: sent {size(done.sent_bytes)}, "
+        f"{count} image{'s' if count != 1 else ''} in {destination}: sent {size(done.sent_bytes)}, "
         f"{size(done.present_bytes)} were there already"
     )
 
@@ -111,11 +117,18 @@ def profile(
             ]
     if as_json:
         print_json({"image": name, "status": status, "chunks": sum(chunks)})
-    elif status == 0:
-        print_line(f"image {name}: a start reads about {size(sum(chunks) * CHUNK_BYTES)}")
-    if status != 0:
-        note(f"the command ended with status {status}; nothing was recorded")
+    if problem := not_recorded(status, sum(chunks)):
+        note(problem)
         raise typer.Exit(1)
+    if not as_json:
+        print_line(f"image {name}: a start reads about {size(sum(chunks) * CHUNK_BYTES)}")
+
+
+def not_recorded(status: int, chunks: int) -> str:
+    """Why there is no profile after a command that ended with that status and read so many chunks; else empty."""
+    if status != 0:
+        return f"the command ended with status {status}; nothing was recorded"
+    return "" if chunks else NOTHING_READ
 
 
 def _look_up(name: str) -> Image:
