@@ -30,6 +30,7 @@ from opendsec.linux.process import send_signal, spawn
 from opendsec.model.node import NodeReport
 from opendsec.server.logs import configure
 from opendsec.server.runner import Address, run
+from opendsec.store.loading.sources import is_remote
 from opendsec.wire import codec
 
 LOG_TAIL_LINES = 20
@@ -230,7 +231,7 @@ def _show_ready(local: Local, report: Mapping[str, Any], *, as_json: bool) -> No
         _print_json({"api_url": local.api_url, "edge": local.edge, "node": report})
         return
     usable = sorted(name for name, backend in report["backends"].items() if backend["available"])
-    images = _named(report["images"], report.get("image_count", 0)) or "none yet (`opendsec image build-debian debian`)"
+    images = _named(report["images"], report.get("image_count", 0)) or _no_images(local)
     what = f"edge {local.edge}, backends {', '.join(usable)}, images {images}"
     print(f"OpenDSec is ready: {local.api_url}, {what}", flush=True)
 
@@ -261,7 +262,17 @@ def _print_status(local: Local, pids: Mapping[str, int | None], report: NodeRepo
     print(f"sandboxes   {report.live} live, {report.creating} being created")
     for kind, backend in sorted(report.backends.items()):
         print(f"{kind:<11} {'available' if backend.available else '; '.join(map(str, backend.reasons))}")
-    print(f"images      {_named(report.images, report.image_count) or 'none'}")
+    print(f"images      {_named(report.images, report.image_count) or _no_images(local)}")
+
+
+def _no_images(local: Local) -> str:
+    """What to say instead of names; behind plain HTTP nobody knows whether there are none."""
+    store = local.environment(os.environ).get("OPENDSEC_STORE", "")
+    if store.startswith(("http://", "https://")):
+        return "not known (a store behind HTTP cannot be listed)"
+    if is_remote(store):
+        return "none yet (`opendsec image sync` brings them)"
+    return "none yet (`opendsec image build-debian debian`)"
 
 
 def _named(images: Sequence[str], count: int) -> str:
