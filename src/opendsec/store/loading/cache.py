@@ -111,7 +111,14 @@ class ChunkCache:
                     fd = os.open(self.root / name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
                     if os.fstat(fd).st_size != data.size_bytes:
                         os.ftruncate(fd, data.size_bytes)
-                blob = CachedBlob(cache=self, name=name, size_bytes=data.size_bytes, table=table, fd=fd)
+                blob = CachedBlob(
+                    cache=self,
+                    name=name,
+                    size_bytes=data.size_bytes,
+                    table=table,
+                    fd=fd,
+                    is_read_directly=not evictable,
+                )
                 blob.find_present()
                 self._blobs[name] = blob
         return blob
@@ -218,6 +225,8 @@ class CachedBlob:
     size_bytes: int
     table: bytes
     fd: int
+    is_read_directly: bool = False
+    """By the kernel, which may just have been allowed to: nothing becomes a hole, which would be zeros to it."""
     _present: set[int] = field(default_factory=set)
     """Chunks that may be here: whether they are, their bytes say."""
 
@@ -286,7 +295,7 @@ class CachedBlob:
         return False
 
     def check_all(self) -> set[int]:
-        """Read and check everything that may be here; the chunks that are. What is wrong becomes a hole."""
+        """Read and check everything that may be here; the chunks that are. What is wrong is not here from then on."""
         return {number for number in sorted(self._present) if self.read(number) is not None}
 
     def find_present(self) -> None:
@@ -302,7 +311,8 @@ class CachedBlob:
 
     def _forget(self, number: int) -> None:
         self._present.discard(number)
-        _punch_hole(self.fd, number * CHUNK_BYTES, CHUNK_BYTES)
+        if not self.is_read_directly:
+            _punch_hole(self.fd, number * CHUNK_BYTES, CHUNK_BYTES)
 
 
 def _write_all(fd: int, content: bytes, offset: int) -> None:

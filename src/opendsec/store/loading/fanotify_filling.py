@@ -258,7 +258,9 @@ class Front:
         """Ask no more about a file all of which was checked and is on the disk."""
         cached = filled.served.reader.cached
         try:
-            if len(cached.check_all()) != chunk_count(cached.size_bytes):
+            right = cached.check_all()
+            filled.right &= right  # what the disk has spoilt since is fetched again before it is read again
+            if len(right) != chunk_count(cached.size_bytes):
                 return
             os.fdatasync(cached.fd)
             self._place.set_whole(filled.path.name, os.fstat(cached.fd).st_ino)

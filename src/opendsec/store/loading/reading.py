@@ -289,7 +289,7 @@ class BlobReader:
 
     def _here(self, number: int) -> bytes | None:
         key = (self.cached.name, number)
-        content = self._engine.recent(key)
+        content = self._remembered(number)
         if content is None:
             try:
                 content = self.cached.read(number)
@@ -334,8 +334,14 @@ class BlobReader:
                 wanted.append((number, future))
         return wanted, runs
 
+    def _remembered(self, number: int) -> bytes | None:
+        """From memory; nothing where the kernel reads the file and it is not there, or no longer."""
+        if self._must_keep and self.cached.missing(number, 1):
+            return None
+        return self._engine.recent((self.cached.name, number))
+
     def _just_arrived(self, number: int) -> Future[bytes] | None:
-        content = self._engine.recent((self.cached.name, number))
+        content = self._remembered(number)
         if content is None:
             return None
         future: Future[bytes] = Future()

@@ -283,6 +283,29 @@ def test_a_complete_file_is_asked_about_no_more(store: ImageStore, disk: Path, s
         assert digests(tree_of(again)) == expected
 
 
+def test_what_the_disk_spoilt_is_fetched_again_before_a_file_counts_as_complete(
+    store: ImageStore, disk: Path, start: Start
+) -> None:
+    image = make_image(store, "one")
+    expected = truth(store, image, disk)
+    node = start(str(store.root))
+    with node.mounts() as mounts:
+        (fd,) = mounts.acquire(image)
+        for name in expected:
+            if name != "large":
+                assert digest_or_error(tree_of(fd) / name) == expected[name]
+        with node.data_file(image).open("r+b") as file:
+            for offset in range(0, node.data_file(image).stat().st_size, 300_000):
+                file.seek(offset)
+                file.write(bytes(5000))
+        node.ask("prefetch", layer=layer_fields(image), everything=True)
+        wait_for(lambda: node.ask("status")["cache"]["damaged"] > 0)
+        time.sleep(1)
+        evict_pages(tree_of(fd))
+        assert digests(tree_of(fd)) == expected
+        wait_for(node.place.whole(node.data_file(image).name).exists)
+
+
 def layer_fields(image: Image) -> object:
     return msgspec.to_builtins(image.layers[0])
 
