@@ -173,7 +173,7 @@ def archive_items(path: Path, changes: Changes, *, status: os.stat_result | None
 
 def _opened(path: Path, status: os.stat_result | None) -> tarfile.TarFile:
     archive = tarfile.open(path, "r:*", encoding="utf-8", errors="surrogateescape")  # noqa: SIM115 - the caller closes it
-    number = archive.fileobj.fileno()  # type: ignore[union-attr, attr-defined]  # Of the file itself, also below a decompressor.
+    number = archive.fileobj.fileno()  # type: ignore[attr-defined]  # Of the file itself, also below a decompressor.
     if status is not None and _identity(os.fstat(number)) != _identity(status):
         archive.close()
         raise _changed(path)

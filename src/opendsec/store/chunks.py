@@ -25,6 +25,12 @@ _PIECE_BYTES = 256 * CHUNK_BYTES
 _THREADS = min(4, os.cpu_count() or 1)
 
 
+def file_digest(path: Path) -> str:
+    """`sha256:<hex>` of all bytes of a file, read piece by piece."""
+    with path.open("rb") as file:
+        return f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+
+
 def chunk_count(size_bytes: int) -> int:
     """Chunks of a blob of that size."""
     return -(-size_bytes // CHUNK_BYTES)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,6 +89,20 @@ def link_into(source: Path, target: Path) -> bool:
             return False
         source.rename(target)
     return True
+
+
+@contextmanager
+def appearing(target: Path) -> Iterator[Path]:
+    """A hidden name beside `target` for the body to write to; it becomes `target` if the body ends well, else it goes.
+
+    Whole or not at all for readers, but not synced: for what a crash of the machine may take away.
+    """
+    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    try:
+        yield partial
+        partial.rename(target)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def rename_onto(source: Path, target: Path) -> None:

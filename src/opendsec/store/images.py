@@ -24,7 +24,6 @@ It does not know how layers are made (`erofs`, `importers`, `debian`) nor how th
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +34,7 @@ from pathlib import Path
 from opendsec.errors import ConflictError, DiskFullError, ImageInvalidError, ImageNotFoundError, InvalidSpecError
 from opendsec.model.ids import check_image_name
 from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
-from opendsec.store.chunks import make_table, table_digest
+from opendsec.store.chunks import file_digest, make_table, table_digest
 from opendsec.store.compose import MAX_LAYERS, split_reference, stacked
 from opendsec.store.composer import Composer
 from opendsec.store.durable import (
@@ -419,9 +418,8 @@ def _look_again(directory: Path) -> None:
 
 def _hashed(path: Path) -> Blob:
     """A finished file as a blob named by the digest of its bytes, on the disk."""
-    with path.open("rb") as file:
-        path.chmod(0o444)
-        digest = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
+    path.chmod(0o444)
+    digest = file_digest(path)
     sync_file(path)
     return Blob(digest=digest, size_bytes=path.stat().st_size)
 

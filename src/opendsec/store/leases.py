@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-import secrets
 import socket
 from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -22,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.model.image import Layer
-from opendsec.store.durable import disk_full_named
+from opendsec.store.durable import appearing, disk_full_named
 from opendsec.store.layout import Layout, is_content, layer_files
 from opendsec.store.staging import beating, kernel_id
 
@@ -92,13 +91,8 @@ class Leases:
     def _write(self, layers: Mapping[str, tuple[str, ...]]) -> None:
         """Not synced: a lease means nothing after a crash of the machine."""
         content = json.dumps({"schema": _SCHEMA, "host": socket.gethostname(), "layers": layers})
-        partial = self.file.with_name(f".{self.file.name}.{secrets.token_hex(4)}")
-        try:
-            with disk_full_named(self._root):
-                partial.write_text(content, encoding="utf-8")
-                partial.rename(self.file)
-        finally:
-            partial.unlink(missing_ok=True)
+        with disk_full_named(self._root), appearing(self.file) as partial:
+            partial.write_text(content, encoding="utf-8")
 
 
 def read_lease(file: Path) -> Lease | None:

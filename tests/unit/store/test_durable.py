@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.errors import DiskFullError
-from opendsec.store.durable import disk_full_named, link_into, remove_tree, write_synced
+from opendsec.store.durable import appearing, disk_full_named, link_into, remove_tree, write_synced
 
 
 def test_odd_trees_go_away(tmp_path: Path) -> None:
@@ -87,3 +87,19 @@ def test_a_full_disk_is_named(tmp_path: Path, number: int) -> None:
 def test_other_errors_pass(tmp_path: Path) -> None:
     with pytest.raises(PermissionError), disk_full_named(tmp_path):
         raise PermissionError(errno.EPERM, "no")
+
+
+def test_a_file_appears_whole_or_not_at_all(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with appearing(target) as partial:
+        partial.write_text("first")
+        assert not target.exists()
+    with pytest.raises(ZeroDivisionError):
+        _fails_halfway(target)
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == {"target": "first"}
+
+
+def _fails_halfway(target: Path) -> None:
+    with appearing(target) as partial:
+        partial.write_text("half of the sec")
+        raise ZeroDivisionError

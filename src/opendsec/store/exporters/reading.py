@@ -6,7 +6,6 @@ right; the second reading, by whoever asked, comes from the page cache as far as
 
 from __future__ import annotations
 
-import hashlib
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -14,7 +13,7 @@ from pathlib import Path
 
 from opendsec.errors import DigestMismatchError
 from opendsec.model.image import Layer
-from opendsec.store.chunks import make_table, table_digest
+from opendsec.store.chunks import file_digest, make_table, table_digest
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import open_erofs
@@ -40,9 +39,7 @@ def opened_layer(store: ImageStore, layer: Layer, work: Path, *, on_check: Calla
 
 
 def _check_file(meta: Path, layer: Layer) -> None:
-    with meta.open("rb") as file:
-        found = f"sha256:{hashlib.file_digest(file, 'sha256').hexdigest()}"
-    if found != layer.mounted.digest:
+    if file_digest(meta) != layer.mounted.digest:
         raise damaged(layer)
 
 

@@ -11,11 +11,9 @@ at once; from then on no garbage collection can take it away.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
-import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +22,7 @@ from typing import Any
 from opendsec.errors import ImageInvalidError
 from opendsec.model.image import Blob, Layer, LayerRole
 from opendsec.store.chunks import DIGEST_BYTES, chunk_count
-from opendsec.store.durable import NO_LINKS
+from opendsec.store.durable import NO_LINKS, appearing
 from opendsec.store.erofs import mkfs_version
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.manifest import hex_of, two_file_layer
@@ -216,10 +214,5 @@ def _read(path: Path) -> dict[str, Any]:
 def _replace(path: Path, text: str) -> None:
     """Whole or not at all for readers; a crash may leave an entry nobody can read, which is a miss."""
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    fresh = path.with_name(f".{secrets.token_hex(8)}")
-    try:
-        fresh.write_text(text, encoding="ascii")
-        fresh.rename(path)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            fresh.unlink()
+    with appearing(path) as partial:
+        partial.write_text(text, encoding="ascii")

@@ -8,15 +8,14 @@ checks all of it.
 
 from __future__ import annotations
 
-import hashlib
-import secrets
 import shutil
 from contextlib import suppress
 from pathlib import Path
 
 from opendsec.errors import DigestMismatchError, ImageInvalidError, NodeError
 from opendsec.model.image import Blob, Layer
-from opendsec.store.durable import disk_full_named
+from opendsec.store.chunks import file_digest
+from opendsec.store.durable import appearing, disk_full_named
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
 from opendsec.store.manifest import hex_of
@@ -70,9 +69,8 @@ class DirectLoader(Loader):
     def renew(self) -> None:
         """Files of the store that were given out answer with errors for good: they are to be opened anew."""
         self._shared_generation = str(int(self._shared_generation) + 1)
-        partial = self._record.with_name(f".generation.{secrets.token_hex(4)}")
-        partial.write_text(self._shared_generation, encoding="ascii")
-        partial.rename(self._record)
+        with appearing(self._record) as partial:
+            partial.write_text(self._shared_generation, encoding="ascii")
 
     def data_of(self, digest: str) -> Path | None:
         """The data file of a layer that was attached."""
@@ -102,19 +100,13 @@ def local_metadata(store: ImageStore, blob: Blob, copies: Path) -> Path:
 
 def _copy_checked(source: Path, target: Path, blob: Blob) -> None:
     """Whole or not at all. Not synced: after a crash of the machine nothing is mounted, and the size is looked at."""
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
+    with appearing(target) as partial:
         with disk_full_named(target.parent), source.open("rb") as reader, partial.open("xb") as writer:
             shutil.copyfileobj(reader, writer, 1 << 20)
-        with partial.open("rb") as copy:
-            found = f"sha256:{hashlib.file_digest(copy, 'sha256').hexdigest()}"
-        if found != blob.digest:
+        if file_digest(partial) != blob.digest:
             raise DigestMismatchError(
                 f"the store's file {source.name} does not have the digest it is named by",
                 detail={"digest": blob.digest},
                 remedy="opendsec image fsck",
             )
         partial.chmod(0o444)
-        partial.rename(target)
-    finally:
-        partial.unlink(missing_ok=True)

@@ -8,12 +8,9 @@ layer that is needed again is mounted anew from the process that came after it.
 
 from __future__ import annotations
 
-import contextlib
 import os
-import secrets
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +19,7 @@ import msgspec
 from opendsec.errors import NodeError
 from opendsec.linux.process import ProcessIdentity, has_ended, open_process
 from opendsec.model.image import Blob, Layer
+from opendsec.store.durable import appearing
 from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
 from opendsec.store.loading.control import NobodyAnswersError, ask
 from opendsec.store.loading.fetch import ChunkSource
@@ -120,17 +118,7 @@ def fetched_metadata(source: ChunkSource, blob: Blob, copies: Path) -> Path:
     copies.mkdir(mode=0o700, parents=True, exist_ok=True)
     target = copies / hex_of(blob.digest)
     if not (target.is_file() and target.stat().st_size == blob.size_bytes):
-        with _partial(target) as partial:
+        with appearing(target) as partial:
             source.metadata(blob, partial)
             partial.chmod(0o444)
-            partial.rename(target)
     return target.resolve()
-
-
-@contextlib.contextmanager
-def _partial(target: Path) -> Iterator[Path]:
-    partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
-    try:
-        yield partial
-    finally:
-        partial.unlink(missing_ok=True)

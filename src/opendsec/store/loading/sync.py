@@ -20,7 +20,7 @@ import msgspec
 
 from opendsec.errors import ConflictError, DigestMismatchError, ImageNotFoundError, UnsupportedError
 from opendsec.model.image import Image, Layer
-from opendsec.store.chunks import check_table, make_table
+from opendsec.store.chunks import check_table, file_digest, make_table
 from opendsec.store.compose import split_reference
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layout import layer_files, manifest_file
@@ -28,7 +28,7 @@ from opendsec.store.loading.packs import pack_name
 from opendsec.store.loading.profiles import profile_name
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
 from opendsec.store.loading.sources import ObjectFiles, StoreFiles, is_remote, open_files
-from opendsec.store.manifest import Tag, digest_of, encode_tag, tag_file_name
+from opendsec.store.manifest import Tag, encode_tag, tag_file_name
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 _PROFILE_BYTES = 1 << 20
@@ -228,7 +228,7 @@ def _check_file(store: ImageStore, layer: Layer, file: str) -> None:
         check_table(make_table(store.root / file), layer.data.digest, layer.data.size_bytes)
     elif layer.data is not None and file.startswith("tables/"):
         check_table((store.root / file).read_bytes(), layer.data.digest, layer.data.size_bytes)
-    elif digest_of((store.root / file).read_bytes()) != layer.mounted.digest:
+    elif file_digest(store.root / file) != layer.mounted.digest:
         raise _damaged(layer)
 
 
