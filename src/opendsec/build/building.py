@@ -75,6 +75,7 @@ async def build(
     chosen = options or BuildOptions()
     images = {one: await client.images.inspect(one) for one in images_named(dockerfile, chosen)}
     plan = make_plan(dockerfile, chosen, lambda one: images[one].config)
+    refuse_parts(plan, images)
     if context is None:
         _refuse_context(plan)
     builder = _Builder(
@@ -89,6 +90,24 @@ async def build(
         on_event=on_event or (lambda _event: None),
     )
     return await builder.build(name)
+
+
+def refuse_parts(plan: Plan, images: Mapping[str, ImageDetails]) -> None:
+    """InvalidSpecError before anything is done: in a toolkit or workspace alone no sandbox can start, and steps run in
+    sandboxes and copy from them.
+    """
+    for stage in plan.stages:
+        copied = [(step.line, step.from_image) for step in stage.steps if isinstance(step, Copy)]
+        for line, name in [(0, stage.base_image), *copied]:
+            part = images.get(name)
+            if part is None or part.base or not part.layers or part.layers[0].role is LayerRole.BASE:
+                continue
+            role = part.layers[0].role.value
+            raise InvalidSpecError(
+                f"{f'line {line}: ' if line else 'FROM: '}image {name!r} is a {role}, with no base below it",
+                detail={"field": "dockerfile", "line": line, "image": name},
+                remedy=f"name an image that has one: `opendsec image compose NAME BASE --{role} {name}` makes it",
+            )
 
 
 def _refuse_context(plan: Plan) -> None:
