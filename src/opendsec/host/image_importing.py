@@ -20,7 +20,7 @@ from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.grouping import COLLAPSE_BYTES
 from opendsec.store.importers.oci_config import Platform
 from opendsec.store.importers.skopeo import RegistryAccess
-from opendsec.store.importers.source import SourceKind, default_name, parse_source
+from opendsec.store.importers.source import Source, default_name, parse_source
 
 Role = Annotated[LayerRole | None, typer.Option(help="What its layers are for; default: as they say, else base.")]
 On = Annotated[str, typer.Option("--on", help="Image it lies on: NAME, or NAME@sha256:… for that very content.")]
@@ -105,13 +105,7 @@ def pull(
 ) -> None:
     """Fetch an image from a registry. Layers the store has been given before are not fetched again."""
     with errors_shown(as_json):
-        source = parse_source(second or first)
-        if source.kind is not SourceKind.REGISTRY:
-            raise InvalidSpecError(
-                f"source: {second or first!r} is not in a registry",
-                detail={"field": "source"},
-                remedy="give docker://HOST/NAME:TAG, or use `opendsec image import`",
-            )
+        source = in_registry(second or first)
         name = check_image_name(first if second else default_name(source), field="name")
         with progress_shown(f"image {name}") as on_progress:
             request = ImportRequest(
@@ -127,6 +121,17 @@ def pull(
             )
             image = import_image(open_store(), request, on_progress=on_progress)
     print_image(image, as_json=as_json)
+
+
+def in_registry(text: str) -> Source:
+    """The image of a registry that is meant. InvalidSpecError for all else, also for what is a file here or nothing."""
+    if not text.startswith("docker://"):
+        raise InvalidSpecError(
+            f"source: {text[:120]!r} does not say a registry",
+            detail={"field": "source"},
+            remedy="give docker://HOST/NAME:TAG with the registry's host; `opendsec image import` takes files",
+        )
+    return parse_source(text)
 
 
 def registry_access(authfile: Path | None, creds_file: str, *, tls_verify: bool) -> RegistryAccess:

@@ -100,7 +100,8 @@ def merge_layers(
     if as_json:
         print_json(asdict(image) | {"layers_before": before})
     else:
-        print_line(f"image {name}: {image.digest}, {len(image.layers)} layers (it had {before})")
+        count = len(image.layers)
+        print_line(f"image {name}: {image.digest}, {count} layer{'s' if count != 1 else ''} (it had {before})")
 
 
 def _show(checked: Checked) -> None:
