@@ -18,14 +18,17 @@ import fcntl
 import os
 import secrets
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
-from opendsec.errors import HostCapabilityError
+from opendsec.errors import HostCapabilityError, NodeError
 from opendsec.store.durable import disk_full_named, remove_tree
 
 BEAT_S = 60.0
+PATIENCE_S = 120.0
+"""Locks are held for milliseconds; whoever waits so long waits for somebody who is gone."""
 SILENT_S = 3600.0
 """After so long without a touch another node's work counts as abandoned: sixty beats, so no stalled server ends any."""
 
@@ -37,11 +40,15 @@ _SUFFIX = ".lock"
 def locked(lock_file: Path, *, wait: bool = True) -> Iterator[None]:
     """Hold the exclusive flock(2) of a file; BlockingIOError when another has it and `wait` is False.
 
-    Raises HostCapabilityError when the file system knows no locks.
+    Raises HostCapabilityError when the file system knows no locks, NodeError (retryable) when another has held it for
+    PATIENCE_S: a shared file system may keep the lock of a node that died for as long as it thinks the node may return.
     """
     fd = _open_or_make(lock_file)
     try:
-        _flock(fd, lock_file, wait=wait)
+        if wait:
+            _wait_for(fd, lock_file)
+        else:
+            _flock(fd, lock_file)
         yield
     finally:
         os.close(fd)
@@ -100,7 +107,7 @@ def staged(parent: Path, lock_file: Path) -> Iterator[Path]:
     with disk_full_named(parent), locked(lock_file):
         fd = os.open(own_lock, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            _flock(fd, own_lock, wait=True)
+            _wait_for(fd, own_lock)
             path.mkdir(mode=0o700)
         except BaseException:
             own_lock.unlink(missing_ok=True)
@@ -141,7 +148,7 @@ def _is_abandoned(path: Path, now: float, held: ExitStack) -> bool:
     with ExitStack() as opened:
         opened.callback(os.close, fd)
         try:
-            _flock(fd, own_lock, wait=False)
+            _flock(fd, own_lock)
         except BlockingIOError:
             return False
         if not path.name.startswith(f"{kernel_id()}-") and now - os.fstat(fd).st_mtime < SILENT_S:
@@ -168,9 +175,30 @@ def _removed(path: Path) -> bool:
     return True
 
 
-def _flock(fd: int, file: Path, *, wait: bool) -> None:
+def _wait_for(fd: int, file: Path) -> None:
+    """Take the lock soon after it is free. Asked for again and again: waiting in the kernel has no end of its own."""
+    deadline = time.monotonic() + PATIENCE_S
+    pause_s = 0.001
+    while True:
+        try:
+            return _flock(fd, file)
+        except BlockingIOError:
+            if time.monotonic() >= deadline:
+                raise NodeError(
+                    f"another process has held {file} for {PATIENCE_S:g} s",
+                    detail={"path": str(file)},
+                    remedy="wait until the shared file system gives up the lock of a node that died, or see who has it",
+                    retryable=True,
+                ) from None
+        threading.Event().wait(pause_s)
+        pause_s = min(pause_s * 2, 0.05)
+
+
+def _flock(fd: int, file: Path) -> None:
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise
     except OSError as error:
         if error.errno not in _NO_LOCKS:
             raise

@@ -7,13 +7,15 @@ import fcntl
 import multiprocessing
 import os
 import signal
+import threading
 import time
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 
 import pytest
 
-from opendsec.errors import HostCapabilityError
+from opendsec.errors import HostCapabilityError, NodeError
 from opendsec.store import staging
 from opendsec.store.durable import remove_tree
 from opendsec.store.staging import SILENT_S, beating, file_system_time, locked, reap_staging, staged
@@ -134,3 +136,18 @@ def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setattr(fcntl, "flock", fail)
     with pytest.raises(HostCapabilityError, match="knows no file locks"), locked(tmp_path / "lock"):
         pass
+
+
+def test_a_lock_somebody_keeps_is_waited_for_and_then_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "lock"
+    monkeypatch.setattr(staging, "PATIENCE_S", 0.05)
+    with locked(file):
+        with pytest.raises(NodeError, match=r"has held .*lock for 0\.05 s") as told, locked(file):
+            pass
+        assert told.value.retryable
+    monkeypatch.setattr(staging, "PATIENCE_S", 10.0)
+    with ExitStack() as held:
+        held.enter_context(locked(file))
+        threading.Timer(0.1, held.pop_all().close).start()
+        with locked(file):
+            pass
