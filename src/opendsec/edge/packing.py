@@ -210,9 +210,9 @@ class Packing:
         """In a thread."""
         request = pack.request
         below = Below(changes.lower)
-        scrub = Scrub(
-            scrub=request.scrub, keep=request.keep, defaults=request.defaults, homes=homes_in(changes.tree, below)
-        )
+        env = (image.config.env, pack.sandbox.spec.env)
+        homes = homes_in(changes.tree, below, more=[one["HOME"] for one in env if "HOME" in one])
+        scrub = Scrub(scrub=request.scrub, keep=request.keep, defaults=request.defaults, homes=homes)
         looking = Progress(phase="looking at what has changed")
         selection = select(changes.tree, scrub, below, on_look=lambda: pack.tell(looking))
         if not selection.changed:

@@ -7,11 +7,15 @@ are neither opened nor followed. It refuses nothing and changes nothing.
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Sequence
 
 from opendsec.store.marks import attributes, is_opaque, is_whiteout
+
+_MAX_LINKS = 40
+"""The kernel follows no more in one path (MAXSYMLINKS)."""
 
 
 class Below:
@@ -54,6 +58,45 @@ class Below:
                 os.close(file)
         return b""
 
+    def real(self, path: str) -> str:
+        """An absolute path without a symbolic link in it; what is not there stays as it is.
+
+        Empty for links in a circle, and for what no path can be.
+        """
+        left = _parts(path)
+        found, links = "", 0
+        while left:
+            part = left.pop()
+            if part == "..":
+                found = found.rpartition("/")[0]
+                continue
+            try:
+                target = self._target(f"{found}/{part}")
+            except OSError as error:
+                if error.errno in (errno.ENAMETOOLONG, errno.EINVAL):
+                    return ""
+                raise
+            if target is None:
+                found = f"{found}/{part}"
+                continue
+            links += 1
+            if links > _MAX_LINKS:
+                return ""
+            left += _parts(target)
+            if target.startswith("/"):
+                found = ""
+        return found or "/"
+
+    def _target(self, path: str) -> str | None:
+        """Of a symbolic link; None of anything else."""
+        for fd in self._holding(path.rpartition("/")[0]):
+            try:
+                status = os.lstat(path[1:], dir_fd=fd)
+            except FileNotFoundError:
+                continue
+            return os.readlink(path[1:], dir_fd=fd) if stat.S_ISLNK(status.st_mode) else None
+        return None
+
     def _look(self, path: str) -> tuple[os.stat_result | None, tuple[int, ...]]:
         """What is shown, and the layers that take part in it if it is a directory."""
         shown: os.stat_result | None = None
@@ -87,3 +130,8 @@ class Below:
 
 def _name(fd: int, path: str) -> str:
     return f"/proc/self/fd/{fd}{path}"
+
+
+def _parts(path: str) -> list[str]:
+    """The names of a path, last first."""
+    return [part for part in reversed(path.split("/")) if part not in ("", ".")]

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import errno
 import os
+import posixpath
 import shutil
 import stat
 from collections.abc import Callable, Iterator, Sequence
@@ -87,14 +88,19 @@ class Selection:
     """Paths that show an older version again."""
 
 
-def homes_in(tree: Path, below: Below) -> tuple[str, ...]:
-    """What `~` stands for in patterns, by the sandbox's own /etc/passwd."""
+def homes_in(tree: Path, below: Below, *, more: Sequence[str] = ()) -> tuple[str, ...]:
+    """What `~` stands for in patterns, by the sandbox's own /etc/passwd, and `more` (values of HOME); each as it is
+    named, and where it lies if a link leads there."""
     directory = os.open(tree, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:  # a link the sandbox put at /etc must not lead to this host's
-        content = below.under(directory).read("/etc/passwd", most=_PASSWD_BYTES)
+        shown = below.under(directory)
+        content = shown.read(shown.real("/etc/passwd") or "/", most=_PASSWD_BYTES)
+        named = homes_of(content.decode("utf-8", "surrogateescape"))
+        homes = dict.fromkeys((*named, *(posixpath.normpath(home) for home in more if home.startswith("/"))))
+        homes.update(dict.fromkeys([shown.real(home) for home in homes]))
     finally:
         os.close(directory)
-    return homes_of(content.decode("utf-8", "surrogateescape"))
+    return tuple(home for home in homes if home.strip("/"))
 
 
 def select(tree: Path, scrub: Scrub, below: Below, *, on_look: Callable[[], None] = lambda: None) -> Selection:

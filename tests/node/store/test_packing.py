@@ -262,6 +262,23 @@ def test_homes_are_the_sandboxs_own(disk: Path, nothing: Below) -> None:
         os.close(fd)
 
 
+def test_a_home_is_also_where_its_link_leads(disk: Path, nothing: Below) -> None:
+    tree = disk / "tree"
+    (tree / "data/me/.aws").mkdir(parents=True)
+    (tree / "data/me/.aws/credentials").write_text("secret")
+    (tree / "work/.cache/x").mkdir(parents=True)
+    (tree / "root").symlink_to("up/me")
+    (tree / "up").symlink_to("/data/../data/.")
+    (tree / "etc").mkdir()
+    (tree / "etc/passwd").symlink_to("../accounts")
+    (tree / "accounts").write_text(f"you:x:1000:1000::/loop:/bin/sh\nlong:x:1001:1001::/{'x' * 300}/y:/bin/sh\n")
+    (tree / "loop").symlink_to("loop")
+    homes = homes_in(tree, nothing, more=["/work/", "/", "none"])
+    assert set(homes) == {"/root", "/data/me", "/work", "/loop", f"/{'x' * 300}/y"}
+    found = select(tree, Scrub(homes=homes), nothing)
+    assert found.left_out_paths == ("/data/me/.aws", "/work/.cache")
+
+
 def test_a_time_that_would_be_moved_is_refused(disk: Path, nothing: Below) -> None:
     (disk / "tree").mkdir()
     (disk / "tree/file").write_text("x")
