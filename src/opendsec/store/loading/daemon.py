@@ -56,7 +56,13 @@ class Served:
     file: File
     reader: BlobReader
     recording: Recording | None = None
-    loading: list[Future[None]] = field(default_factory=list)
+    loading: tuple[Future[None], ...] = ()
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def follow(self, futures: Iterable[Future[None]]) -> None:
+        """Something is loaded, beside what still is; threads may come with it at once."""
+        with self.lock:
+            self.loading = (*(one for one in self.loading if not one.done()), *futures)
 
     def touched(self, numbers: Sequence[int]) -> None:
         recording = self.recording
@@ -239,7 +245,7 @@ class Daemon:
         holder.append(served)
         if profile is not None:
             served.recording = Recording(lambda chunks: self._keep_profile(served, chunks))
-            served.loading = [self._engine.ahead.submit(self._load_profile, served, profile)]
+            served.follow([self._engine.ahead.submit(self._load_profile, served, profile)])
         return served
 
     def _table(self, data: Blob) -> bytes:
@@ -269,9 +275,9 @@ class Daemon:
             served.recording = None
             entries = read_index(self._source.files, served.layer)
             if entries:
-                served.loading += served.reader.load_given(self._groups(served.layer, entries))
+                served.follow(served.reader.load_given(self._groups(served.layer, entries)))
             else:
-                served.loading += served.reader.load(profile.chunks)
+                served.follow(served.reader.load(profile.chunks))
 
     def _groups(self, layer: Layer, entries: Sequence[Entry]) -> list[Given]:
         files = self._source.files
@@ -310,8 +316,7 @@ class Daemon:
             chunks: Sequence[int] = range(chunk_count(served.file.size_bytes))
         else:
             chunks = profile.chunks if profile is not None else ()
-        served.loading = [one for one in served.loading if not one.done()]
-        served.loading += served.reader.load(chunks)
+        served.follow(served.reader.load(chunks))
         return {"chunks": len(chunks), "has_profile": profile is not None}
 
     def _recorded(self, served: Served, command: str, *, keep: bool) -> int:

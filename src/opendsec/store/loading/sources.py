@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from opendsec.errors import HostCapabilityError, InvalidSpecError
+from opendsec.store.layout import BLOBS, DATA, TABLES
 from opendsec.store.manifest import hex_of
 
 if TYPE_CHECKING:
@@ -37,17 +38,17 @@ REMOTE_SCHEMES = ("http://", "https://", "s3://")
 
 def data_name(digest: str) -> str:
     """Of the data of a layer."""
-    return f"data/sha256/{hex_of(digest)}"
+    return f"{DATA}/{hex_of(digest)}"
 
 
 def table_name(digest: str) -> str:
     """Of the chunk table of data of that digest."""
-    return f"tables/sha256/{hex_of(digest)}"
+    return f"{TABLES}/{hex_of(digest)}"
 
 
 def blob_name(digest: str) -> str:
     """Of metadata, or of a layer of one file."""
-    return f"blobs/sha256/{hex_of(digest)}"
+    return f"{BLOBS}/{hex_of(digest)}"
 
 
 def is_remote(address: str) -> bool:
