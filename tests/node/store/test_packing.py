@@ -68,7 +68,7 @@ def test_the_layer_has_what_was_selected_and_nothing_else(disk: Path, store: Ima
         "odd/é",
         "a.o/x.c",
     ]
-    out = ["keep/x.log", "odd/two\nlines.log", "odd/a(b.log", "odd/[x].log", "odd/caf\udcff.log"]
+    out = ["keep/x.log", "odd/two\nlines.log", "odd/a(b.log", "odd/[x].log", "odd/bad\udcff.log"]
     out += [f"tmp/{number}" for number in range(50)] + [f"many/{number}/__pycache__/x.pyc" for number in range(20)]
     out += [f"objects/{number}.o" for number in range(30)]
     stays += [f"many/{number}/x.py" for number in range(20)] + ["objects/source"]
@@ -266,17 +266,17 @@ def test_a_home_is_also_where_its_link_leads(disk: Path, nothing: Below) -> None
     tree = disk / "tree"
     (tree / "data/me/.aws").mkdir(parents=True)
     (tree / "data/me/.aws/credentials").write_text("secret")
-    (tree / "work/.cache/x").mkdir(parents=True)
+    (tree / "job/.cache/x").mkdir(parents=True)
     (tree / "root").symlink_to("up/me")
     (tree / "up").symlink_to("/data/../data/.")
     (tree / "etc").mkdir()
     (tree / "etc/passwd").symlink_to("../accounts")
     (tree / "accounts").write_text(f"you:x:1000:1000::/loop:/bin/sh\nlong:x:1001:1001::/{'x' * 300}/y:/bin/sh\n")
     (tree / "loop").symlink_to("loop")
-    homes = homes_in(tree, nothing, more=["/work/", "/", "none"])
-    assert set(homes) == {"/root", "/data/me", "/work", "/loop", f"/{'x' * 300}/y"}
+    homes = homes_in(tree, nothing, more=["/job/", "/", "none"])
+    assert set(homes) == {"/root", "/data/me", "/job", "/loop", f"/{'x' * 300}/y"}
     found = select(tree, Scrub(homes=homes), nothing)
-    assert found.left_out_paths == ("/data/me/.aws", "/work/.cache")
+    assert found.left_out_paths == ("/data/me/.aws", "/job/.cache")
 
 
 def test_a_time_that_would_be_moved_is_refused(disk: Path, nothing: Below) -> None:
@@ -285,6 +285,18 @@ def test_a_time_that_would_be_moved_is_refused(disk: Path, nothing: Below) -> No
     os.utime(disk / "tree/file", ns=(0, -500_000_000))
     with pytest.raises(ImageInvalidError, match="before 1970"):
         select(disk / "tree", Scrub(), nothing)
+
+
+def test_more_entries_than_a_node_keeps_in_mind_are_refused(
+    disk: Path, nothing: Below, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "MAX_ENTRIES", 20)
+    for number in range(20):
+        (disk / f"tree/a/{number}").mkdir(parents=True)
+    with pytest.raises(ImageInvalidError, match="more than 20 entries"):
+        select(disk / "tree", Scrub(), nothing)
+    (disk / "tree/a/0").rmdir()
+    assert select(disk / "tree", Scrub(), nothing).files == 20
 
 
 def test_a_walk_can_be_ended(disk: Path, nothing: Below) -> None:

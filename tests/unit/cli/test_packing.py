@@ -21,7 +21,7 @@ def test_nothing_changed() -> None:
 
 
 def test_what_was_left_out_and_what_is_old_again() -> None:
-    paths = tuple(f"/tmp/{number}" for number in range(12))  # noqa: S108 - paths inside
+    paths = tuple(f"/tmp/{number}" for number in range(12))
     told = sentences(replace(RESULT, left_out=40, left_out_paths=paths, fell_back=1, fell_back_paths=("/root/.netrc",)))
     assert told[1].startswith("left out 40: /tmp/0, /tmp/1, ")
     assert told[1].endswith("/tmp/9, …")
