@@ -45,6 +45,8 @@ FIRST_PATHS = 100
 """Of paths left out, so many are named."""
 MAX_CONTENT_BYTES = 256 << 30
 """Of all regular files; reading more would keep a sandbox still for longer than anybody waits."""
+MAX_ENTRIES = 2_000_000
+"""Of the writable layer; a node keeps about 850 bytes of each while it decides."""
 _PASSWD_BYTES = 1 << 20
 
 
@@ -214,6 +216,12 @@ def _walk(tree: Path, scrub: Scrub, on_look: Callable[[], None]) -> list[Entry]:
             if entry.is_directory:
                 todo.append((found.path, len(entries)))
             entries.append(entry)
+        if len(entries) > MAX_ENTRIES:
+            raise ImageInvalidError(
+                f"it has more than {MAX_ENTRIES} entries: those are too many to be packed",
+                detail={"entry": entries[-1].path},
+                remedy="remove some, or keep them in one archive",
+            )
     return entries
 
 

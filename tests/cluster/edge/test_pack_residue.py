@@ -28,6 +28,8 @@ mkdir -p .ssh .aws .docker .config/gh .cache/pip .npm/_cacache /home/agent/.cach
 printf -- '-----BEGIN OPENSSH PRIVATE KEY-----\\n{SECRET}\\n' > .ssh/key_of_mine
 echo '{SECRET}' > .ssh/known_hosts
 echo '{SECRET}' > .aws/credentials
+mkdir -p /srv/home/.aws
+echo '{SECRET}' > /srv/home/.aws/credentials
 echo '{{"auths": "{SECRET}"}}' > .docker/config.json
 echo '{SECRET}' > .config/gh/hosts.yml
 echo '//registry/:_authToken={SECRET}' > .npmrc
@@ -49,7 +51,9 @@ echo work > /srv/project/work
 async def test_nothing_a_builder_left_is_in_a_runners_sandbox(shared_containers: EdgeProcess) -> None:
     edge = shared_containers
     spec = {"init_user": "root", "lifetime": {"ttl_running_stop": None}}
-    builder = await edge.create(image="busybox", env={"TOKEN": SECRET}, labels={"note": SECRET}, **spec)
+    builder = await edge.create(
+        image="busybox", env={"TOKEN": SECRET, "HOME": "/srv/home"}, labels={"note": SECRET}, **spec
+    )
     await ok(edge, builder, RESIDUE)
     await ok(edge, builder, "echo $ONCE > /dev/null", env={"ONCE": SECRET}, session="shell", user=None)
     found = await ok(edge, builder, f"grep -rl {SECRET} {PLACES} | wc -l")
