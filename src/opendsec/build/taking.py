@@ -50,11 +50,10 @@ class Guests:
 
     @asynccontextmanager
     async def started(self, image: str, *, network: bool = False) -> AsyncIterator[Sandbox]:
-        """A sandbox of exactly this image, root's, for a block."""
+        """A sandbox of this image with the toolkits it asks for, root's, for a block."""
         began = time.monotonic()
         args = DSecContainerRunArgs(
             container_image=image,
-            toolkits=(),
             memory_limit_mb=self._limits.memory_limit_mb,
             cpu_cores_limit=self._limits.cpu_cores_limit,
             pids_limit=None,

@@ -16,7 +16,7 @@ from tests.images import make_busybox_image
 
 import opendsec
 from opendsec.build.dockerfile import parse_dockerfile
-from opendsec.model.image import ImageConfig
+from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 
@@ -48,6 +48,7 @@ def platform() -> Iterator[Platform]:
     store = ImageStore(state / "store")
     make_busybox_image(store)
     _make_capable(store)
+    _make_equipped(store)
     try:
         subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
         yield Platform(variables=variables, store=store)
@@ -72,6 +73,16 @@ def _make_capable(store: ImageStore) -> None:
         os.setxattr(tree / "d" / "ping", "security.capability", CAPABILITY)
         os.setxattr(tree / "d" / "note", "user.note", b"\0\xff")
         store.publish("capable", layers=[make_layer(store, work, tree)], config=ImageConfig())
+
+
+def _make_equipped(store: ImageStore) -> None:
+    """An image of references alone: busybox with a toolkit, which puts a file where busybox has nothing."""
+    with store.staging() as work:
+        (work / "tree" / "opt").mkdir(parents=True)
+        (work / "tree" / "opt" / "tool").write_text("tool")
+        layer = make_layer(store, work, work / "tree", role=LayerRole.TOOLKIT)
+        store.publish("tool", layers=[layer], config=ImageConfig(env={"TOOL": "here"}))
+    store.publish("equipped", layers=[], config=ImageConfig(), base="busybox", toolkits=["tool"])
 
 
 @pytest.fixture

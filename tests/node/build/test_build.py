@@ -202,6 +202,23 @@ async def test_what_another_image_has_is_copied_with_all_of_it(client: opendsec.
     assert sorted(await tree(client, "result")) == sorted(["/", *after, *files])
 
 
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("FROM equipped\nRUN cat /opt/tool > /seen\n", "cat /opt/tool /seen; echo $TOOL"),
+        ("FROM equipped\nENV A=1\n", "cat /opt/tool /opt/tool; echo $TOOL"),
+        (
+            "FROM busybox\nCOPY --from=equipped /opt /opt\nCOPY --from=equipped /opt/tool /seen\nENV TOOL=here\n",
+            "cat /opt/tool /seen; echo $TOOL",
+        ),
+    ],
+    ids=["run", "configuration alone", "copy"],
+)
+async def test_what_an_image_refers_to_is_there_and_stays(client: opendsec.DSecClient, text: str, shown: str) -> None:
+    await built(client, text)
+    assert await said(client, "result", shown) == "tooltoolhere\n"
+
+
 async def test_steps_are_taken_once(client: opendsec.DSecClient, context: Path) -> None:
     text = "FROM busybox\nRUN echo 1 > /1\nCOPY one.txt two.txt /d/\nRUN cat /d/one.txt > /2\nCMD x\n"
     steps: list[str] = []
