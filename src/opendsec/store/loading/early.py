@@ -2,7 +2,8 @@
 
 Where the table of a layer is neither on the node nor to be had from the store, a server that takes over cannot check
 a byte of it. It may be had a little later, so reads are kept until then, each no longer than reads may wait: EIO after
-that. Nothing here reads anything.
+that, and at once for the reads that follow, until the file is served. (Readers of one page wait for each other in the
+kernel: if each waited anew, the last would wait as often as there are sandboxes.) Nothing here reads anything.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ class EarlyReads:
         self._lock = threading.Lock()
         self._files: dict[int, File] = {}
         self._reads: deque[_Read] = deque()
+        self._given_up: set[int] = set()
 
     def expect(self, file: File) -> None:
         """This file will be served."""
@@ -52,13 +54,17 @@ class EarlyReads:
         return list(self._files.values())
 
     def keep(self, file: File, offset: int, size: int, reply: Answer) -> bool:
-        """Keep a read; False when the file is served by now."""
+        """Keep a read, or fail it; False when the file is served by now."""
         deadline = time.monotonic() + self._patience_s
         with self._lock:
             if file.number not in self._files:
                 return False
-            self._reads.append(_Read(number=file.number, offset=offset, size=size, reply=reply, deadline=deadline))
-            return True
+            is_given_up = file.number in self._given_up
+            if not is_given_up:
+                self._reads.append(_Read(number=file.number, offset=offset, size=size, reply=reply, deadline=deadline))
+        if is_given_up:
+            reply.fail(errno.EIO)
+        return True
 
     def served(self, number: int, read: Read) -> None:
         """From now on that file is: hand over what was kept."""
@@ -77,4 +83,5 @@ class EarlyReads:
                 if not self._reads or self._reads[0].deadline > now:
                     return
                 first = self._reads.popleft()
+                self._given_up.add(first.number)
             first.reply.fail(errno.EIO)
