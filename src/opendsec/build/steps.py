@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 
 from opendsec.model.image import ImageConfig
 
-KEY_VERSION = 1
+KEY_VERSION = 2
 """Goes into every key: steps taken by another version of these rules are not believed."""
 
 
