@@ -4,10 +4,10 @@ The result is two files: metadata (every name, mode and attribute), small and wa
 the files, one after the other, each from a block of its own), which may stay far away. A tree without a byte of data
 gives one file.
 
-The same tree gives the same bytes: a fixed UUID, a superblock time that follows from the tree, and the modification
-times of the files as they are. Owners, modes, links, devices, FIFOs, extended attributes and capabilities are kept.
-Uncompressed, because that starts fastest and shares the page cache best; the files are written to paths that must not
-exist.
+The same tree gives the same bytes (with another version of mkfs.erofs, other bytes that show the same): a fixed UUID, a
+superblock time that follows from the tree, and the modification times of the files as they are. Owners, modes, links,
+devices, FIFOs, extended attributes and capabilities are kept. Uncompressed, because that starts fastest and shares the
+page cache best; the files are written to paths that must not exist.
 
 It refuses names of 255 bytes, which older mkfs.erofs cut to 254 without a word, and times in the last two seconds
 before 1970, which it would move; and nothing else about a tree: what may be in one is decided by whoever made it.
@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import HostCapabilityError, ImageInvalidError
-from opendsec.store.durable import disk_full
+from opendsec.store.durable import disk_full, disk_full_named
 from opendsec.store.marks import ORIGIN, is_whiteout
 from opendsec.store.programs import ENVIRONMENT, Ended, find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
@@ -164,7 +164,8 @@ def make_erofs(
     ]
     growing = data if split and data is not None else meta
     if split and data is not None:
-        data.open("xb").close()  # mkfs.erofs 1.8.6 fails without a word when it is not there.
+        with disk_full_named(data.parent):
+            data.open("xb").close()  # mkfs.erofs 1.8.6 fails without a word when it is not there.
 
     def tell() -> None:
         if _is_full(meta.parent):

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.erofs_versions import both_versions
 from tests.tree_facts import difference, tree_of
 
 from opendsec.errors import DigestMismatchError, ImageInvalidError
@@ -55,6 +56,7 @@ def names_of(layer: StagedLayer) -> set[str]:
         os.close(fd)
 
 
+@both_versions
 def test_the_layer_has_what_was_selected_and_nothing_else(disk: Path, store: ImageStore, nothing: Below) -> None:
     tree = disk / "tree"
     stays = [
