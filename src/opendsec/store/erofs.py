@@ -42,6 +42,8 @@ _WHOLE_NAMES = (1, 9)
 _BEFORE_1970 = 2**64 - 2
 """mkfs.erofs compares times without a sign and takes no later one than this, the last second but one before 1970."""
 TIMEOUT_S = 3600.0
+_UNUSED_REGEX = "erofs: invalid regex"
+"""mkfs.erofs says so, leaves nothing out by it, and ends with 0."""
 _VERSION = re.compile(r"mkfs\.erofs (?:\(erofs-utils\) )?(\d+(?:\.\d+)+)")
 
 
@@ -176,7 +178,7 @@ def make_erofs(
 
     tell()
     ended = run_program(arguments, timeout_s=TIMEOUT_S, environment=mkfs_environment(facts), on_tick=tell)
-    if ended.status != 0:
+    if ended.status != 0 or any(_UNUSED_REGEX in line for line in ended.tail):
         raise _failed(ended, meta)
     tell()
     return split

@@ -86,9 +86,17 @@ def test_a_name_that_would_be_cut_is_refused(disk: Path) -> None:
 
 
 def test_mkfs_words_are_in_the_error(disk: Path) -> None:
-    (disk / "file").write_text("")
+    (disk / "tree").mkdir()
+    (disk / "layer").mkdir()
     with pytest.raises(ImageInvalidError, match=r"mkfs\.erofs ended with status"):
-        make_erofs(disk / "layer", disk / "file")
+        make_erofs(disk / "layer", disk / "tree")
+
+
+def test_an_expression_that_leaves_nothing_out_is_an_error(disk: Path) -> None:
+    (disk / "tree").mkdir()
+    (disk / "tree" / "secret").write_text("secret")
+    with pytest.raises(ImageInvalidError, match="invalid regex"):
+        make_erofs(disk / "layer", disk / "tree", leave_out_regexes=["("])
 
 
 def publish(store: ImageStore, tree: Path) -> None:
