@@ -25,7 +25,8 @@
     ├─ ImageError                          an image
     │  ├─ ImageNotFoundError
     │  ├─ ImageInvalidError                names layer and entry
-    │  └─ DigestMismatchError
+    │  ├─ DigestMismatchError
+    │  └─ SnapshotInvalidError             damaged, or made by another VMM, version, accelerator or processor
     ├─ NodeError                           host-side fault, not the task's
     │  ├─ BackendUnavailableError
     │  ├─ HostCapabilityError              names the probe that failed
@@ -247,6 +248,12 @@ class DigestMismatchError(ImageError):
     """Bytes do not match their digest."""
 
     code = "digest_mismatch"
+
+
+class SnapshotInvalidError(ImageError):
+    """The snapshot is damaged, or this node cannot go on from it; the message names what differs."""
+
+    code = "snapshot_invalid"
 
 
 class NodeError(OpenDSecError):

@@ -43,7 +43,7 @@ async def test_commands_and_output_outlive_the_backend_that_started_them() -> No
         await box.guest.aclose()
         await restart(place)
         found = await place.backend.recover(box.running.handle)
-        assert found is not None
+        assert isinstance(found, Running)
         box.running, box.backend = found, place.backend
         await box.guest.attach(command, 0, 0)
         await box.guest.write_stdin(command, 0, b"between\n", eof=True)
@@ -61,7 +61,7 @@ async def test_a_paused_sandbox_is_adopted_paused() -> None:
         await box.guest.aclose()
         await restart(place)
         found = await place.backend.recover(box.running.handle)
-        assert found is not None
+        assert isinstance(found, Running)
         box.running, box.backend = found, place.backend
         with pytest.raises(TimeoutError):
             async with asyncio.timeout(0.2):

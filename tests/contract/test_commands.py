@@ -7,6 +7,7 @@ import asyncio
 import pytest
 from tests.contract.harness import ENV, Place, Sandbox
 
+from opendsec.backends.base import Running
 from opendsec.guest.base import CHUNK_BYTES, GuestError, GuestLostError, Output, StartCommand
 
 pytestmark = pytest.mark.anyio
@@ -84,7 +85,7 @@ async def test_a_repeated_start_starts_nothing(box: Sandbox) -> None:
     pids = {await box.guest.start(9, start)}
     for _ in range(2):
         found = await box.backend.recover(box.running.handle)
-        assert found is not None
+        assert isinstance(found, Running)
         await box.guest.aclose()
         box.running = found
         pids.add(await box.guest.start(9, start))
@@ -103,7 +104,7 @@ async def test_a_cut_connection_is_an_error_and_the_command_goes_on(box: Sandbox
     with pytest.raises(GuestLostError):
         await box.guest.ping()
     found = await box.backend.recover(box.running.handle)
-    assert found is not None
+    assert isinstance(found, Running)
     box.running = found
     assert [known.id for known in await box.guest.list_commands()] == [command]
     await box.guest.attach(command, 0, 0)

@@ -37,7 +37,17 @@ class Capability(StrEnum):
     PAUSE = "pause"
     PACK = "pack"
     SNAPSHOT = "snapshot"
+    """Memory and disk are saved, and further sandboxes start from them."""
     RECOVER = "recover"
+    PORTS = "ports"
+    """Connections from outside to a port inside."""
+    SCREEN = "screen"
+    """A picture of what its display shows."""
+    INPUT = "input"
+    """Mouse and keyboard."""
+    SERIAL = "serial"
+    """The console of its operating system."""
+    CLIPBOARD = "clipboard"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,6 +63,9 @@ class StartPlan:
     """Exists, empty, on a tmpfs; for sockets."""
     slot: int
     """Small number, unique among live sandboxes of this edge; user ranges and addresses are made from it."""
+    snapshot: Path | None = None
+    """The files of a published snapshot of this kind of backend (`opendsec.store.snapshots`), which the sandbox goes on
+    from; read-only. `image` is what the snapshot's source was started from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +84,13 @@ class Running:
 
     handle: Handle
     guest: Guest
+
+
+@dataclass(slots=True, kw_only=True)
+class Parked:
+    """A recovered sandbox of a backend that parks: it is paused, and nothing of it runs."""
+
+    handle: Handle
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,6 +122,9 @@ class Backend(ABC):
     """One kind of isolation on this node."""
 
     kind: BackendKind
+    parks: bool = False
+    """Whether `pause` ends what runs, and the connection with it, once the state is on the disk. The edge then takes
+    the end of the connection for no failure, and asks `reconnect` for a new one after `resume`."""
 
     @property
     @abstractmethod
@@ -131,10 +154,11 @@ class Backend(ABC):
         """
 
     @abstractmethod
-    async def recover(self, handle: Handle) -> Running | None:
+    async def recover(self, handle: Handle) -> Running | Parked | None:
         """Find a sandbox of an earlier edge process again. None: it is gone (call `destroy`).
 
-        A paused one is found paused. Raises GuestLostError when it lives but does not answer: try again, or stop it.
+        A paused one is found paused (Parked where the backend parks, unless its pause had not come that far).
+        Raises GuestLostError when it lives but does not answer: try again, or stop it.
         """
 
     @abstractmethod
@@ -161,7 +185,12 @@ class Backend(ABC):
 
     @abstractmethod
     async def snapshot(self, handle: Handle, target: Path) -> None:
-        """Save the state below `target`. UnsupportedError unless declared."""
+        """Save memory and disk below `target`, an empty directory on the state file system; then it goes on as it was.
+
+        The files bind themselves to what can read them (VMM, version, accelerator, processor model): `start` with a
+        plan that names them refuses anything else with the reason (SnapshotInvalidError). A connection may be lost
+        over this; commands are not. UnsupportedError unless declared, DiskFullError, SandboxLostError.
+        """
 
     @abstractmethod
     async def stop(self, handle: Handle, *, grace_s: float) -> None:

@@ -302,6 +302,7 @@ async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | N
     if not paused and Capability.PAUSE in backend.capabilities:
         # An edge that died while it packed has left it standing still.
         await backend.resume(handle)
+    assert isinstance(running, Running)
     known = await running.guest.list_commands()
     if paused:
         await backend.pause(handle)

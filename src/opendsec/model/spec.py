@@ -83,6 +83,9 @@ class SandboxSpec:
     workdir: str | None = None
     """Absolute; None: the image's."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    snapshot: str | None = None
+    """Name of a snapshot the sandbox goes on from, memory and disk as they were; `image`, `workspace`, `toolkits`,
+    memory, cores and disk are the source's then."""
 
 
 def _bad(field_name: str, why: str) -> InvalidSpecError:

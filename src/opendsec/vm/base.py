@@ -1,0 +1,144 @@
+"""The one interface behind which VMMs are strangers to each other: Firecracker, QEMU's microvm machine.
+
+A driver boots a machine from a kernel, restores one from saved files, and finds one again that an earlier process
+started. Everything of one machine lies in one directory (`Place.directory`: sockets, console, and what `find` needs),
+so that a machine needs nothing of the process that started it. Decisions about sandboxes, images and templates are the
+backend's.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from opendsec.guest.base import Guest
+
+
+class Accelerator(StrEnum):
+    """What executes the guest's instructions."""
+
+    KVM = "kvm"
+    TCG = "tcg"
+    """Emulation: right, and 5 to 30 times slower."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drive:
+    """One block device."""
+
+    name: str
+    """Up to 20 of a-z, 0-9 and `-`: the guest finds the device by it (/sys/block/*/serial)."""
+    path: Path
+    """A raw file."""
+    read_only: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Card:
+    """One network interface; the tap device exists already."""
+
+    tap: str
+    mac: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineSpec:
+    """One machine, whoever runs it. A restored one must name drives and card as the saved one did, with files of its
+    own."""
+
+    kernel: Path
+    initrd: Path
+    """Holds the guest agent as /init."""
+    command_line: str
+    memory_mib: int
+    cpus: int = 1
+    drives: tuple[Drive, ...] = ()
+    card: Card | None = None
+    balloon: bool = False
+    """Free pages are given back to the host, where the driver can."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where a VMM lives on this host."""
+
+    directory: Path
+    """Exists, on a tmpfs, short enough for sockets; the driver owns its content."""
+    cgroup_procs: tuple[int, ...] = ()
+    """Descriptors of `cgroup.procs` files the VMM is put into before it executes a guest's instruction."""
+    host_id: int = 0
+    """User and group the VMM runs as, where the driver can drop root."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Binding:
+    """What saved machines are bound to. Restoring refuses any difference, naming it."""
+
+    vmm: str
+    version: str
+    accelerator: Accelerator
+    cpu_model: str
+    """Of the processor as guests see it."""
+
+
+class Vm(ABC):
+    """One running machine. Calls raise SandboxLostError when its VMM is gone, NodeError when it does not answer."""
+
+    pid: int
+
+    @abstractmethod
+    async def connect(self, *, timeout_s: float) -> Guest:
+        """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError."""
+
+    @abstractmethod
+    async def pause(self) -> None:
+        """Its processors stand still. Idempotent."""
+
+    @abstractmethod
+    async def resume(self) -> None:
+        """Undo `pause`. Idempotent."""
+
+    @abstractmethod
+    async def save(self, target: Path) -> None:
+        """Memory and devices of a paused machine as files below `target`, an empty directory; not its drives. It stays
+        paused. Where the driver can, only what changed since it was restored is written and the file restored from is
+        referred to. Raises DiskFullError.
+        """
+
+    @abstractmethod
+    async def kill(self) -> None:
+        """End the VMM at once; returns when it is gone. Idempotent."""
+
+    @abstractmethod
+    async def wait_ended(self) -> None:
+        """Until the VMM is gone, for whatever reason."""
+
+
+class Vmm(ABC):
+    """One VMM on this host."""
+
+    @property
+    @abstractmethod
+    def binding(self) -> Binding:
+        """What machines saved here are bound to; after `open`."""
+
+    @abstractmethod
+    async def open(self) -> None:
+        """Probe. Raises HostCapabilityError with the remedy: no program, no accelerator that works, ..."""
+
+    @abstractmethod
+    async def boot(self, spec: MachineSpec, place: Place) -> Vm:
+        """Start a machine; its guest may still be booting. Raises StartError, and then nothing of it is left."""
+
+    @abstractmethod
+    async def restore(self, saved: Path, spec: MachineSpec, place: Place) -> Vm:
+        """A further machine from what `Vm.save` wrote, running; memory is private to it, and read as it is touched.
+
+        Raises SnapshotInvalidError (another binding, damaged files), StartError; nothing of it is left then.
+        """
+
+    @abstractmethod
+    async def find(self, place: Place) -> Vm | None:
+        """A machine an earlier process started there. None: it is gone."""
