@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from tests.contract.harness import CONTAINER_NEEDS, Place, container_backend, container_place
 
-from opendsec.backends.base import StartPlan
+from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.container import ContainerBackend
 from opendsec.errors import StartError
 from opendsec.linux.cgroup import CgroupLimits
