@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -43,11 +44,23 @@ def _image() -> str | None:
     return None
 
 
+def _kvm() -> str | None:
+    return None if Path("/dev/kvm").exists() else "this host has no /dev/kvm"
+
+
+def _qemu() -> str | None:
+    if shutil.which("qemu-system-x86_64") is None:
+        return "the program qemu-system-x86_64 is not installed; apt-get install qemu-system-x86"
+    return None
+
+
 _OWN: dict[str, Callable[[], str | None]] = {
     "native": _native,
     "erofs18": erofs_versions.missing,
     "image": _image,
+    "kvm": _kvm,
     "moosefs": moosefs.missing,
+    "qemu": _qemu,
     "registry": registry.missing,
 }
 

@@ -8,6 +8,7 @@ calls are good for is `linux.mount`'s business.
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from pathlib import Path
 
@@ -262,6 +263,11 @@ def pidfd_getfd(pidfd: int, target_fd: int) -> int:
     """pidfd_getfd(2): a duplicate of another process's descriptor."""
     result = _syscall(_NR_PIDFD_GETFD, ctypes.c_int(pidfd), ctypes.c_int(target_fd), ctypes.c_uint(0))
     return _check(result, "pidfd_getfd")
+
+
+def address_of(memory: bytearray | mmap.mmap) -> int:
+    """Where the bytes of a writable buffer lie in this process, for calls that take addresses; keep it alive."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 def mallopt(parameter: int, value: int) -> bool:
