@@ -13,7 +13,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
+
+from opendsec.guest.machine import GuestSetup, GuestUsage, Identity
 
 CHUNK_BYTES = 256 * 1024
 """Largest payload of one data frame, and the initial window of every stream."""
@@ -219,7 +222,44 @@ class Guest(ABC):
 
     @abstractmethod
     async def shutdown(self, grace_ms: int) -> None:
-        """End every command and the agent. The connection ends; that is no error here."""
+        """End every command and the agent. The connection ends; that is no error here.
+
+        An agent that is init of a virtual machine writes the disks out and powers the machine off.
+        """
+
+    # Of an agent that is init of a virtual machine (HELLO says `machine`); any other answers `unsupported`.
+
+    async def setup(self, setup: GuestSetup) -> None:
+        """Make the sandbox's root and enter it; no command is taken before. Once per machine.
+
+        Raises GuestError `setup`: the machine is of no use then.
+        """
+        raise _no_machine()
+
+    async def renew(self, identity: Identity) -> None:
+        """After every restore, before anybody else gets at it: wall clock, kernel randomness, names, addresses,
+        generation. Raises GuestError `setup`.
+        """
+        raise _no_machine()
+
+    def frozen(self, *, timeout_ms: int = 30_000) -> AbstractAsyncContextManager[None]:
+        """Inside the block no process of the sandbox runs, and the writable drive is whole on the disk and does not
+        change. Ends by itself after `timeout_ms`, and with the connection; a block left later than that raises
+        GuestError `file` with ETIMEDOUT: what was copied may be torn.
+        """
+        raise _no_machine()
+
+    def pack_upper(self) -> AsyncIterator[bytes]:
+        """All that was written to the root, exactly as the overlay keeps it: a raw tree stream.
+
+        Inside `frozen` it is one moment's. `opendsec.vm.upper` rebuilds it.
+        """
+        raise _no_machine()
+
+    @property
+    def usage(self) -> GuestUsage | None:
+        """Counters as the agent told them last; None: it tells none. It tells before every EXIT."""
+        return None
 
     @abstractmethod
     async def aclose(self) -> None:
@@ -249,3 +289,7 @@ class GuestStream(ABC):
 
     @abstractmethod
     async def aclose(self) -> None: ...
+
+
+def _no_machine() -> GuestError:
+    return GuestError("unsupported", "this guest agent is not init of a virtual machine")

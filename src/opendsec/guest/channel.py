@@ -30,6 +30,8 @@ from opendsec.guest.base import (
 from opendsec.guest.calls import Call, DialledStream
 from opendsec.guest.files import FileCalls
 from opendsec.guest.link import FrameLink
+from opendsec.guest.machine_calls import MachineCalls
+from opendsec.guest.machine_fields import decode_usage
 from opendsec.guest.protocol import FieldError, pack_fields
 from opendsec.guest.running import Running
 
@@ -74,7 +76,7 @@ async def greet(sock: socket.socket, timeout_s: float = 10.0) -> Channel:
     return channel
 
 
-class Channel(FileCalls, Guest):
+class Channel(MachineCalls, FileCalls, Guest):
     """One live connection. Made by `connect` or `greet`."""
 
     def __init__(self) -> None:
@@ -102,6 +104,7 @@ class Channel(FileCalls, Guest):
             protocol.COMMAND: self._on_command,
             protocol.END: self._on_end,
             protocol.HELLO: self._on_hello,
+            protocol.USAGE: self._on_usage,
         }
 
     # Frames in. Each raises FieldError for what the agent may not send now.
@@ -164,6 +167,11 @@ class Channel(FileCalls, Guest):
         running = self._running.get(frame_id)
         if running is not None:  # it may cross a release
             running.on_error(error)
+
+    def _on_usage(self, frame_id: int, _: int, payload: memoryview) -> None:
+        if frame_id:
+            raise FieldError("USAGE with an id")
+        self._usage = decode_usage(payload)
 
     def _on_pong(self, frame_id: int, _: int, payload: memoryview) -> None:
         waiter = self._pings.pop(int.from_bytes(payload, "little"), None)
