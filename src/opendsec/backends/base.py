@@ -124,7 +124,8 @@ class Backend(ABC):
     kind: BackendKind
     parks: bool = False
     """Whether `pause` ends what runs, and the connection with it, once the state is on the disk. The edge then takes
-    the end of the connection for no failure, and asks `reconnect` for a new one after `resume`."""
+    the end of the connection for no failure, and asks `reconnect` for a new one after `resume`. From the moment
+    `resume` lets anything run, the saved state must not be believed any more: what runs changes the disk."""
 
     @property
     @abstractmethod
@@ -157,7 +158,8 @@ class Backend(ABC):
     async def recover(self, handle: Handle) -> Running | Parked | None:
         """Find a sandbox of an earlier edge process again. None: it is gone (call `destroy`).
 
-        A paused one is found paused (Parked where the backend parks, unless its pause had not come that far).
+        A paused one is found paused (Parked where the backend parks, unless its pause had not come that far; then, and
+        after an edge that died within `changes` or `snapshot`, a backend that parks finds it running).
         Raises GuestLostError when it lives but does not answer: try again, or stop it.
         """
 
@@ -186,6 +188,7 @@ class Backend(ABC):
     @abstractmethod
     async def snapshot(self, handle: Handle, target: Path) -> None:
         """Save memory and disk below `target`, an empty directory on the state file system; then it goes on as it was.
+        Pause, resume and reconnect wait for the end of this; stop and destroy do not.
 
         The files bind themselves to what can read them (VMM, version, accelerator, processor model): `start` with a
         plan that names them refuses anything else with the reason (SnapshotInvalidError). A connection may be lost

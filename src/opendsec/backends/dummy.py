@@ -20,7 +20,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
-from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.base import Backend, Capability, Handle, Parked, Running, StartPlan, Usage
 from opendsec.backends.dummy_files import FileTree, Watch
 from opendsec.backends.dummy_machine import Machine
 from opendsec.errors import UnsupportedError
@@ -63,7 +63,9 @@ class DummyBackend(Backend):
 
     kind = BackendKind.DUMMY
 
-    def __init__(self) -> None:
+    def __init__(self, *, parks: bool = False) -> None:
+        """`parks`: pausing ends the connection, as with a virtual machine that is saved and ended."""
+        self.parks = parks
         self._machines: dict[SandboxId, Machine] = {}
 
     @property
@@ -91,16 +93,26 @@ class DummyBackend(Backend):
         handle = Handle(backend=self.kind, sandbox_id=plan.sandbox_id, data={"slot": plan.slot})
         return Running(handle=handle, guest=DummyGuest(machine))
 
-    async def recover(self, handle: Handle) -> Running | None:
+    async def recover(self, handle: Handle) -> Running | Parked | None:
+        machine = self._machines.get(handle.sandbox_id)
+        if machine is not None and machine.frozen and self.parks:
+            return Parked(handle=handle)
         guest = await self.reconnect(handle)
         return None if guest is None else Running(handle=handle, guest=guest)
 
     async def reconnect(self, handle: Handle) -> Guest | None:
         machine = self._machines.get(handle.sandbox_id)
-        return None if machine is None or machine.ended.is_set() else DummyGuest(machine)
+        if machine is None or machine.ended.is_set():
+            return None
+        if machine.frozen and self.parks:
+            raise GuestLostError("nothing of this sandbox runs")
+        return DummyGuest(machine)
 
     async def pause(self, handle: Handle) -> None:
-        self._machine(handle).frozen = True
+        machine = self._machine(handle)
+        machine.frozen = True
+        if self.parks:
+            machine.disconnect(machine.live_connection)
 
     async def resume(self, handle: Handle) -> None:
         self._machine(handle).thaw()

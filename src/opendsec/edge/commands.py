@@ -15,8 +15,9 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, Protocol
 
 from opendsec import errors
@@ -58,8 +59,8 @@ class Surroundings(Protocol):
     @property
     def guest(self) -> Guest: ...
 
-    async def reconnected(self, lost: Guest) -> Guest | None:
-        """A connection that is not `lost`; None when the sandbox has ended or is ending."""
+    async def reconnected(self, lost: Guest | None) -> Guest | None:
+        """A connection that is not `lost`, once it is not parked; None when the sandbox has ended or is ending."""
 
     def usage(self) -> Usage: ...
 
@@ -131,7 +132,7 @@ class CommandBook:
         begin()
         command = self._add(self._next, request, digest, time.time())
         self.running += 1
-        self._around.spawn(self._guarded(command, self._run(command)), f"command-{command.number}")
+        self._around.spawn(self._guarded(command, partial(self._run, command)), f"command-{command.number}")
         return command
 
     def get(self, command_id: str) -> Command:
@@ -233,10 +234,10 @@ class CommandBook:
             self._operations[request.operation_id] = command
         return command
 
-    async def _guarded(self, command: Command, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, command: Command, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Whatever goes wrong with one command ends that command, never hangs it and never touches another."""
         try:
-            await work
+            await work()
         except Exception as exc:
             log.exception("command_failed_inside", extra={"fields": {"command": command.number}})
             if not command.done:
@@ -258,9 +259,13 @@ class CommandBook:
             return
         await self._carry(command, self._around.guest, None)
 
-    async def _carry(self, command: Command, guest: Guest | None, known: KnownCommand | None) -> None:
-        """Bring it to its end over as many connections as it takes. `known`: what a guest met again says of it."""
-        fresh = known is None
+    async def _carry(
+        self, command: Command, guest: Guest | None, known: KnownCommand | None, *, fresh: bool | None = None
+    ) -> None:
+        """Bring it to its end over as many connections as it takes. `known`: what a guest met again says of it;
+        `fresh` False: it is asked.
+        """
+        fresh = known is None if fresh is None else fresh
         while guest is not None:
             try:
                 exit_ = await self._converse(command, guest, known, fresh=fresh)
@@ -504,17 +509,44 @@ class CommandBook:
         """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were
         restored.
         """
-        for number, entry in known.items():
-            command = self._commands.get(number)
-            if entry.ended and (command is None or command.done):
-                guest.release(number)
+        self._release_finished(known.values(), guest)
         for command in self.unfinished():
-            self.running += 1
-            command.stdin.known = False
-            command.stdout.resume_from_file()
-            command.stderr.resume_from_file()
-            work = self._carry(command, guest, known.get(command.number))
+            self._take_up(command)
+            work = partial(self._carry, command, guest, known.get(command.number))
             self._around.spawn(self._guarded(command, work), f"command-{command.number}")
+
+    def resume_when_awake(self) -> None:
+        """As `resume`, for a sandbox that was found parked: everything waits until somebody resumes it."""
+        for command in self.unfinished():
+            self._take_up(command)
+            work = partial(self._carry_when_awake, command)
+            self._around.spawn(self._guarded(command, work), f"command-{command.number}")
+        self._around.spawn(self._tidy_when_awake(), "tidy")
+
+    def _take_up(self, command: Command) -> None:
+        self.running += 1
+        command.stdin.known = False
+        command.stdout.resume_from_file()
+        command.stderr.resume_from_file()
+
+    async def _carry_when_awake(self, command: Command) -> None:
+        await self._carry(command, await self._around.reconnected(None), None, fresh=False)
+
+    async def _tidy_when_awake(self) -> None:
+        guest = await self._around.reconnected(None)
+        while guest is not None:
+            try:
+                self._release_finished(await guest.list_commands(), guest)
+            except GuestLostError:
+                guest = await self._around.reconnected(guest)
+            else:
+                return
+
+    def _release_finished(self, known: Iterable[KnownCommand], guest: Guest) -> None:
+        for entry in known:
+            command = self._commands.get(entry.id)
+            if entry.ended and (command is None or command.done):
+                guest.release(entry.id)
 
     async def close_unfinished(self) -> None:
         """The sandbox did not outlive its edge: what had begun has ended with it."""

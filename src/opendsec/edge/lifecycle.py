@@ -12,6 +12,8 @@ cancelled and, once it
 * The first end reason stays. `stopped` is the end a user or a time limit asked for, `failed` the one nobody asked for.
 * Idle time does not pass while anything is in progress (`busy`), nor while the sandbox is creating or paused; it
 starts anew after each operation.
+* A sandbox whose backend parks has no connection from the moment it is told to pause until it runs again; that the
+connection ends meanwhile is no failure (`connection_wanted`, `parked_since`).
 * The hard limit counts from creation, whatever happens; a pack under way is let finish, so nothing is half packed.
 
 Times are seconds of one monotonic clock, chosen by the caller.
@@ -55,7 +57,9 @@ class Life:
     busy: int = 0
     """Commands and other operations in progress."""
     packing: int = 0
-    """Packs in progress: it may run or be paused meanwhile."""
+    """Packs and snapshots in progress: it may run or be paused meanwhile."""
+    pauses: int = 0
+    """How often it was told to pause."""
     end_reason: SandboxEnd | None = None
     end_detail: str = ""
     ended_at: float | None = None
@@ -223,6 +227,22 @@ def deadline(life: Life) -> float | None:
     return min(limits) if limits else None
 
 
+def connection_wanted(life: Life, *, parks: bool) -> bool:
+    """Whether a lost connection is to be replaced now. One that parks has none before it runs again, which brings a
+    new one; one that is ending needs none.
+    """
+    if _ending(life):
+        return False
+    return not parks or life.state in (SandboxState.CREATING, SandboxState.RUNNING)
+
+
+def parked_since(life: Life, then: Life, *, parks: bool) -> bool:
+    """Whether what failed between `then` and now may have failed because the sandbox was parked, and says nothing of
+    it.
+    """
+    return parks and (life.pauses != then.pauses or not connection_wanted(then, parks=True))
+
+
 def step(life: Life, event: Event) -> Step:
     """What follows from an event.
 
@@ -315,7 +335,8 @@ def _pause_requested(life: Life, event: PauseRequested) -> Step:
     if life.state in (SandboxState.PAUSING, SandboxState.PAUSED):
         return life, ()
     refuse_unless_running(life)
-    return replace(life, state=SandboxState.PAUSING, pending=Pending.PAUSE), (Instruction.PAUSE,)
+    then = replace(life, state=SandboxState.PAUSING, pending=Pending.PAUSE, pauses=life.pauses + 1)
+    return then, (Instruction.PAUSE,)
 
 
 def _paused(life: Life, event: Paused) -> Step:

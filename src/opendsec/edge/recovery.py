@@ -5,6 +5,8 @@
 | no whole first line    |                      | nothing was started: the directory is removed           |
 | created                | no `started`         | half-made: removed, `start_failed`                      |
 | created, started       | the backend finds it | adopted; its commands go on without a gap               |
+| …, paused              | and parked           | adopted as it is; its commands wait and go on with it   |
+| …, paused              | it runs still        | paused once more, for nobody was told it was resumed    |
 | created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
 | created, started       | we lack descriptors  | the edge ends: another one may have them                |
 | …, a damaged line      | no `ending`          | removed, `node_lost`; its commands end `sandbox_ended`  |
@@ -29,7 +31,7 @@ from typing import Protocol
 import msgspec
 
 from opendsec import errors
-from opendsec.backends.base import Backend, Capability, Handle, Running
+from opendsec.backends.base import Backend, Capability, Handle, Parked, Running
 from opendsec.edge import journal
 from opendsec.edge.sandbox import Parts, Places, Sandbox, is_our_own_want
 from opendsec.guest.base import GuestError, GuestLostError, KnownCommand
@@ -265,7 +267,7 @@ async def _take_over(sandbox: Sandbox, what: Found) -> None:
 async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
     """Take a running sandbox over; else why it cannot be. Raises NodeError when that is no fault of the sandbox."""
     try:
-        found = await _found_again(sandbox.backend, handle, paused=paused)
+        again = await _found_again(sandbox.backend, handle, paused=paused)
     except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
         log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
         if is_our_own_want(exc):
@@ -274,13 +276,21 @@ async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
                 remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
             ) from exc
         return f"it did not answer the restarted edge: {exc}"
-    if found is None:
+    if again is None:
         return "it was gone when the edge was restarted"
-    _go_on(sandbox, *found, paused=paused)
+    if again.paused is not paused:
+        sandbox.journal.append_soon(journal.PauseState(paused=again.paused))
+    _go_on(sandbox, again)
     return ""
 
 
-_Again = tuple[Running, list[KnownCommand]]
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Again:
+    """A sandbox met again, and what its guest says of its commands (nothing while it is parked)."""
+
+    found: Running | Parked
+    paused: bool
+    known: list[KnownCommand] = field(default_factory=list)
 
 
 async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
@@ -293,6 +303,8 @@ async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> _Ag
 
 
 async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
+    if backend.parks:
+        return await _find_parking(backend, handle, paused=paused)
     if paused:
         # A frozen guest cannot answer.
         await backend.resume(handle)
@@ -306,11 +318,30 @@ async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | N
     known = await running.guest.list_commands()
     if paused:
         await backend.pause(handle)
-    return running, known
+    return _Again(found=running, paused=paused, known=known)
 
 
-def _go_on(sandbox: Sandbox, running: Running, known: list[KnownCommand], *, paused: bool) -> None:
-    sandbox.adopt(running, paused=paused)
+async def _find_parking(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
+    found = await backend.recover(handle)
+    if found is None or isinstance(found, Parked):
+        return None if found is None else _Again(found=found, paused=True)
+    known = await found.guest.list_commands()
+    if not paused:
+        return _Again(found=found, paused=False, known=known)
+    try:
+        await backend.pause(handle)
+    except (errors.OpenDSecError, OSError) as exc:
+        log.warning("pause_failed", extra={"fields": {"sandbox_id": handle.sandbox_id, "reason": str(exc)}})
+        return _Again(found=found, paused=False, known=known)
+    await found.guest.aclose()
+    return _Again(found=Parked(handle=handle), paused=True)
+
+
+def _go_on(sandbox: Sandbox, again: _Again) -> None:
+    sandbox.adopt(again.found, paused=again.paused)
     for _ in sandbox.commands.unfinished():
         sandbox.life = replace(sandbox.life, busy=sandbox.life.busy + 1)
-    sandbox.commands.resume({one.id: one for one in known}, running.guest)
+    if isinstance(again.found, Parked):
+        sandbox.commands.resume_when_awake()
+    else:
+        sandbox.commands.resume({one.id: one for one in again.known}, again.found.guest)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from opendsec import errors
-from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.base import Backend, Capability, Handle, Parked, Running, StartPlan, Usage
 from opendsec.edge import journal, lifecycle
 from opendsec.edge.command import Command
 from opendsec.edge.commands import CommandBook
@@ -232,14 +232,15 @@ class Sandbox:
         """While an operation other than a command is in progress: it is running, and its idle time does not pass."""
         await self.resume()
         self.work_begun()
+        then = self.life
         try:
             yield self.guest
         except GuestLostError as exc:
             if self.life.end_reason is not None:
                 lifecycle.refuse_unless_running(self.life)
-            raise errors.SandboxLostError(
-                "the connection to the guest agent was lost", sandbox_id=self.sandbox_id, retryable=True
-            ) from exc
+            parked = lifecycle.parked_since(self.life, then, parks=self.backend.parks)
+            why = "the sandbox was paused meanwhile" if parked else "the connection to the guest agent was lost"
+            raise errors.SandboxLostError(why, sandbox_id=self.sandbox_id, retryable=True) from exc
         finally:
             self.work_ended()
 
@@ -390,11 +391,14 @@ class Sandbox:
         try:
             await self.journal.append(journal.PauseState(paused=True))
             await self.backend.pause(self.handle)
+            if self.backend.parks and self._guest is not None:
+                await self._guest.aclose()  # nothing is at its other end
         except asyncio.CancelledError:
             self._settle_cancelled(lifecycle.PauseFailed(time.monotonic()))
             return
         except (errors.OpenDSecError, OSError) as exc:
             log.warning("pause_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            self.journal.append_soon(journal.PauseState(paused=False))
             self.apply(lifecycle.PauseFailed(time.monotonic()))
             return
         self.apply(lifecycle.Paused(time.monotonic()))
@@ -403,6 +407,8 @@ class Sandbox:
         assert self.handle is not None
         try:
             await self.backend.resume(self.handle)
+            if self.backend.parks:
+                await self._meet_again(self.handle)
             await self.journal.append(journal.PauseState(paused=False))
         except asyncio.CancelledError:
             self._settle_cancelled(lifecycle.ResumeFailed(time.monotonic(), "cancelled"))
@@ -411,6 +417,15 @@ class Sandbox:
             self.apply(lifecycle.ResumeFailed(time.monotonic(), str(exc)))
             return
         self.apply(lifecycle.Resumed(time.monotonic()))
+
+    async def _meet_again(self, handle: Handle) -> None:
+        """The new connection of one that was parked. Raises SandboxLostError."""
+        self._reconnects.clear()  # no fault of the guest's
+        guest = await self._reconnect(handle)
+        if guest is None:
+            raise errors.SandboxLostError("its guest agent does not answer after it was resumed")
+        self._guest = guest
+        self._watch_guest(guest)
 
     async def _remove(self) -> None:
         delay = REMOVE_RETRY_S
@@ -472,29 +487,46 @@ class Sandbox:
     def _may_answer(self) -> bool:
         return self.life.state is SandboxState.RUNNING and not self.life.packing
 
-    async def reconnected(self, lost: Guest) -> Guest | None:
-        """A connection that is not `lost`; None when the sandbox is ending, which it does when there is no other."""
-        async with self._reconnecting:
-            if self.life.end_reason is not None or self.handle is None:
-                return None
-            if self._guest is not None and self._guest is not lost and not self._guest.closed:
-                return self._guest
-            guest = await self._reconnect(self.handle)
-            if guest is None:
+    async def reconnected(self, lost: Guest | None) -> Guest | None:
+        """A connection that is not `lost`, once the sandbox is not parked; None when it is ending, which it does when
+        there is no other.
+        """
+        while self.life.end_reason is None and self.handle is not None:
+            async with self._reconnecting:
+                if lifecycle.connection_wanted(self.life, parks=self.backend.parks):
+                    guest = await self._another_guest(lost, self.handle)
+                    if guest is not None:
+                        return guest
+            await self._not_parked()
+        return None
+
+    async def _not_parked(self) -> None:
+        """Until a connection is wanted again, or it is ending."""
+        while self.life.end_reason is None and not lifecycle.connection_wanted(self.life, parks=self.backend.parks):
+            await self._changed()
+
+    async def _another_guest(self, lost: Guest | None, handle: Handle) -> Guest | None:
+        """None: the sandbox is ending or being parked."""
+        if self._guest is not None and self._guest is not lost and not self._guest.closed:
+            return self._guest
+        then = self.life
+        guest = await self._reconnect(handle)
+        if guest is None:
+            if not lifecycle.parked_since(self.life, then, parks=self.backend.parks):
                 reason, detail = self._why_lost()
                 self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
-                return None
-            self._guest = guest
-            self._watch_guest(guest)
-            return guest
+            return None
+        self._guest = guest
+        self._watch_guest(guest)
+        return guest
 
     async def _reconnect(self, handle: Handle) -> Guest | None:
         now = time.monotonic()
         self._reconnects = [at for at in self._reconnects if now - at < RECONNECT_WINDOW_S] + [now]
         if len(self._reconnects) > RECONNECTS:
             return None
-        failures = 0
-        while failures < RECONNECT_TRIES and self.life.end_reason is None:
+        failures, then = 0, self.life
+        while failures < RECONNECT_TRIES and self.life.end_reason is None and self.life.pauses == then.pauses:
             try:
                 return await self.backend.reconnect(handle)
             except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
@@ -511,11 +543,13 @@ class Sandbox:
 
     # After a restart of the edge
 
-    def adopt(self, running: Running, *, paused: bool) -> None:
-        """It runs (or is paused): take it over."""
-        self.handle, self._guest = running.handle, running.guest
+    def adopt(self, found: Running | Parked, *, paused: bool) -> None:
+        """It runs (or is paused): take it over. A parked one is not woken, and what it was at waits."""
+        self.handle = found.handle
         self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic(), paused=paused)
-        self._watch_guest(running.guest)
+        if isinstance(found, Running):
+            self._guest = found.guest
+            self._watch_guest(found.guest)
 
     def finish_removal(self, reason: SandboxEnd, detail: str) -> None:
         """It was ending, or nothing of it runs any more: remove what is left."""

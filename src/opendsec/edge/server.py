@@ -16,6 +16,7 @@ from litestar import Request, get, patch, post
 from opendsec import errors
 from opendsec.edge.exec_routes import ExecRoutes
 from opendsec.edge.file_routes import VERBS, FileRoutes
+from opendsec.edge.fncall_routes import FnCallRoutes
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.image_routes import ImageRoutes
 from opendsec.edge.life_routes import LifeRoutes
@@ -24,6 +25,7 @@ from opendsec.edge.pack_routes import PackRoutes
 from opendsec.edge.packing import Packing
 from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
+from opendsec.fncall.base import FnCalls
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import check_labels, check_seconds
 from opendsec.server.app import make_app

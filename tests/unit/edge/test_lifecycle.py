@@ -108,6 +108,21 @@ def test_failed_pause_leaves_it_running_and_failed_resume_ends_it() -> None:
     assert (life.end_reason, instructions[-1]) == (SandboxEnd.GUEST_LOST, Instruction.REMOVE)
 
 
+def test_one_that_parks_wants_no_connection_from_the_pause_until_it_runs_again() -> None:
+    life = running()
+    wanted = [lc.connection_wanted(life, parks=True)]
+    for event in (lc.PauseRequested(1.0), lc.Paused(2.0), lc.ResumeRequested(3.0), lc.Resumed(4.0)):
+        life, _ = lc.step(life, event)
+        wanted.append(lc.connection_wanted(life, parks=True))
+        assert lc.connection_wanted(life, parks=False)
+    assert wanted == [True, False, False, False, True]
+    assert lc.parked_since(life, running(), parks=True)
+    assert not lc.parked_since(life, life, parks=True)
+    assert not lc.parked_since(life, running(), parks=False)
+    ending, _ = lc.step(life, lc.DeleteRequested(5.0))
+    assert not lc.connection_wanted(ending, parks=False)
+
+
 def test_requests_are_refused_by_name() -> None:
     with pytest.raises(ConflictError, match="creating"):
         lc.step(lc.begin(Lifetime(), 0.0), lc.WorkBegun(1.0))

@@ -19,7 +19,7 @@ import pytest
 from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run, until
 
 from opendsec.backends import dummy_machine
-from opendsec.backends.base import Handle, Running
+from opendsec.backends.base import Handle, Parked, Running
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge import journal, node, recovery
 from opendsec.edge.node import Node
@@ -347,7 +347,7 @@ class Deaf(DummyBackend):
         self.number = number
         self.left = 0
 
-    async def recover(self, handle: Handle) -> Running | None:
+    async def recover(self, handle: Handle) -> Running | Parked | None:
         if self.left:
             self.left -= 1
             raise OSError(self.number, os.strerror(self.number))

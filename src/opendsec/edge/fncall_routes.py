@@ -1,0 +1,188 @@
+"""Calls over HTTP: one, or thousands in one request. Raw ASGI: a warm call takes a few milliseconds in all.
+
+A batch's calls are begun a bounded number at once and answered line by line as they end; a client that reads slowly
+slows the batch down. When the client leaves, what runs for it is ended and nothing more is begun. A call that is wrong
+fails alone, with the field named as `calls[3].files`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from opendsec import errors
+from opendsec.edge.requests import DEFAULT_PROJECT, project_of, timeout_of
+from opendsec.fncall.base import FnCalls
+from opendsec.model.fncall import MAX_CALLS, FnCallResult, FnCallSpec
+from opendsec.model.fncall_check import check_call
+from opendsec.server.asgi import Receive, Scope, Send, read_body, request_id, send_json
+from opendsec.server.streams import send_stream, while_connected
+from opendsec.wire import codec
+from opendsec.wire.contracts import (
+    HEADER_TIMEOUT,
+    MAX_CALLS_BODY,
+    MAX_JSON_BODY,
+    NDJSON_MEDIA_TYPE,
+    FnCallBatch,
+    FnCallItem,
+)
+
+AT_ONCE = 64
+"""Calls of one batch that are under way or wait in the engine."""
+BACKLOG_LINES = 32
+"""Answers that may wait for a slow reader; each may be some MiB."""
+ROOM_WAIT_S = 30.0
+"""How long a call of a batch waits for room: its caller waits for the whole batch anyway."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
+
+
+class _RawBatch(msgspec.Struct, forbid_unknown_fields=True):
+    """A FnCallBatch whose calls are decoded one by one, so that a wrong one fails alone."""
+
+    calls: list[msgspec.Raw]
+    indexes: list[int] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Asked:
+    """For whom a batch is carried out."""
+
+    project: str
+    request_id: str
+    give_up: float | None
+    """Loop time."""
+
+
+class FnCallRoutes:
+    """`POST /v1/fncalls` and `POST /v1/fncall-batches`. `engine` None: this edge carries out no calls."""
+
+    def __init__(self, engine: FnCalls | None) -> None:
+        self._given = engine
+
+    @property
+    def _engine(self) -> FnCalls:
+        if self._given is None:
+            raise errors.BackendUnavailableError(
+                "this edge carries out no FnCalls",
+                remedy="add `fncall` to OPENDSEC_EDGE_BACKENDS; `opendsec doctor` says what it needs",
+            )
+        return self._given
+
+    async def call(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST fncalls"""
+        engine = self._engine
+        spec = check_call(codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), FnCallSpec))
+        timeout_s = timeout_of(scope)
+        work = self._within(engine, spec, project_of(scope) or DEFAULT_PROJECT, timeout_s)
+        await send_json(send, await while_connected(receive, work))
+
+    async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """POST fncall-batches"""
+        engine = self._engine
+        batch = read_batch(await read_body(scope, receive, limit=MAX_CALLS_BODY))
+        timeout_s = timeout_of(scope)
+        asked = _Asked(
+            project=project_of(scope) or DEFAULT_PROJECT,
+            request_id=request_id(scope),
+            give_up=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,
+        )
+        await send_stream(receive, send, self._lines(engine, batch, asked), media_type=NDJSON_MEDIA_TYPE)
+
+    async def _within(self, engine: FnCalls, spec: FnCallSpec, project: str, timeout_s: float | None) -> FnCallResult:
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await engine.call(spec, project=project)
+        except TimeoutError:
+            raise errors.DeadlineError(
+                f"the call was not over within {timeout_s:g} s; it has been ended",
+                remedy=f"give it more time with {HEADER_TIMEOUT}",
+            ) from None
+
+    async def _lines(self, engine: FnCalls, batch: _RawBatch, asked: _Asked) -> AsyncGenerator[bytes]:
+        lines: asyncio.Queue[bytes] = asyncio.Queue(BACKLOG_LINES)
+        todo = iter(enumerate(batch.calls))
+        left = len(batch.calls)
+
+        async def run() -> None:
+            for position, raw in todo:
+                item = await self._item(engine, position, raw, batch.indexes, asked)
+                await lines.put(codec.encode(item) + b"\n")
+
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(run()) for _ in range(min(AT_ONCE, left))]
+            try:
+                while left:
+                    gathered = [await lines.get()]
+                    while not lines.empty():
+                        gathered.append(lines.get_nowait())
+                    left -= len(gathered)
+                    yield b"".join(gathered)
+            finally:
+                for task in tasks:
+                    task.cancel()
+        yield codec.encode(FnCallItem(done=True)) + b"\n"
+
+    async def _item(
+        self, engine: FnCalls, position: int, raw: msgspec.Raw, indexes: Sequence[int], asked: _Asked
+    ) -> FnCallItem:
+        index = indexes[position] if indexes else position
+        try:
+            spec = _call_of(raw, index)
+            return FnCallItem(index=index, result=await self._with_room(engine, spec, asked))
+        except errors.OpenDSecError as exc:
+            exc.request_id = asked.request_id
+            return FnCallItem(index=index, error=codec.error_fields(exc))
+
+    async def _with_room(self, engine: FnCalls, spec: FnCallSpec, asked: _Asked) -> FnCallResult:
+        """The result, after waiting for room if need be."""
+        now = asyncio.get_running_loop().time
+        started = now()
+        for pause in _pauses():
+            left = None if asked.give_up is None else max(0.001, asked.give_up - now())
+            try:
+                return await self._within(engine, spec, asked.project, left)
+            except errors.CapacityError:
+                if now() + pause > started + ROOM_WAIT_S or (left is not None and pause > left):
+                    raise
+            await asyncio.sleep(pause)
+        raise AssertionError("pauses do not end")
+
+
+def read_batch(body: bytes) -> _RawBatch:
+    """The batch, its calls not yet decoded. Raises InvalidSpecError naming the field."""
+    try:
+        batch = msgspec.json.decode(body, type=_RawBatch)
+    except msgspec.DecodeError:
+        codec.decode_answer(body, FnCallBatch)  # says what is wrong, and where
+        codec.decode(body, FnCallBatch)
+        raise
+    if not 1 <= len(batch.calls) <= MAX_CALLS:
+        raise errors.InvalidSpecError(
+            f"calls: {len(batch.calls)} is not between 1 and {MAX_CALLS}", detail={"field": "calls"}
+        )
+    if batch.indexes and len(set(batch.indexes)) != len(batch.calls):
+        raise errors.InvalidSpecError(
+            f"indexes: {len(set(batch.indexes))} different ones for {len(batch.calls)} calls",
+            detail={"field": "indexes"},
+        )
+    return batch
+
+
+def _call_of(raw: msgspec.Raw, index: int) -> FnCallSpec:
+    """Raises InvalidSpecError whose field names the call too."""
+    try:
+        return check_call(codec.decode(bytes(raw), FnCallSpec))
+    except errors.InvalidSpecError as exc:
+        field = exc.detail.get("field", "")
+        exc.detail = {**exc.detail, "field": f"calls[{index}].{field}", "index": index}
+        raise
+
+
+def _pauses() -> Iterator[float]:
+    pause = _FIRST_PAUSE_S
+    while True:
+        yield pause
+        pause = min(pause * 2, _LONGEST_PAUSE_S)
