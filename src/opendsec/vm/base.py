@@ -29,7 +29,7 @@ class Drive:
     """One block device."""
 
     name: str
-    """Up to 20 of a-z, 0-9 and `-`: the guest finds the device by it (/sys/block/*/serial)."""
+    """Up to 20 of a-z, 0-9 and `-`: the guest finds the device by it (/sys/block/*/serial; see `Vmm.serial_of`)."""
     path: Path
     """A raw file."""
     read_only: bool = True
@@ -127,6 +127,10 @@ class Vmm(ABC):
     @abstractmethod
     async def open(self) -> None:
         """Probe. Raises HostCapabilityError with the remedy: no program, no accelerator that works, ..."""
+
+    def serial_of(self, drive: Drive) -> str:
+        """What the guest is told to find the drive by: its name, where the driver can give it one."""
+        return drive.name
 
     @abstractmethod
     async def boot(self, spec: MachineSpec, place: Place) -> Vm:
