@@ -5,7 +5,6 @@ Nothing secret is ever on a command line: every program of the guest can read it
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -42,5 +41,5 @@ def command_line(
 
 def firecracker_serial(path: Path) -> str:
     """The serial number Firecracker gives a drive: of its file, not of its name (it has no setting for it)."""
-    status = os.stat(path)
+    status = path.stat()
     return f"{status.st_dev}{status.st_rdev}{status.st_ino}"[:SERIAL_BYTES]
