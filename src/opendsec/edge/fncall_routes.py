@@ -8,7 +8,7 @@ fails alone, with the field named as `calls[3].files`.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Iterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
 import msgspec
@@ -26,7 +26,6 @@ from opendsec.wire.contracts import (
     MAX_CALLS_BODY,
     MAX_JSON_BODY,
     NDJSON_MEDIA_TYPE,
-    FnCallBatch,
     FnCallItem,
 )
 
@@ -59,8 +58,9 @@ class _Asked:
 class FnCallRoutes:
     """`POST /v1/fncalls` and `POST /v1/fncall-batches`. `engine` None: this edge carries out no calls."""
 
-    def __init__(self, engine: FnCalls | None) -> None:
+    def __init__(self, engine: FnCalls | None, *, room_wait_s: float = ROOM_WAIT_S) -> None:
         self._given = engine
+        self._room_wait_s = room_wait_s
 
     @property
     def _engine(self) -> FnCalls:
@@ -140,25 +140,24 @@ class FnCallRoutes:
         """The result, after waiting for room if need be."""
         now = asyncio.get_running_loop().time
         started = now()
-        for pause in _pauses():
+        pause = _FIRST_PAUSE_S
+        while True:
             left = None if asked.give_up is None else max(0.001, asked.give_up - now())
             try:
                 return await self._within(engine, spec, asked.project, left)
             except errors.CapacityError:
-                if now() + pause > started + ROOM_WAIT_S or (left is not None and pause > left):
+                if now() + pause > started + self._room_wait_s or (left is not None and pause > left):
                     raise
             await asyncio.sleep(pause)
-        raise AssertionError("pauses do not end")
+            pause = min(pause * 2, _LONGEST_PAUSE_S)
 
 
 def read_batch(body: bytes) -> _RawBatch:
     """The batch, its calls not yet decoded. Raises InvalidSpecError naming the field."""
     try:
         batch = msgspec.json.decode(body, type=_RawBatch)
-    except msgspec.DecodeError:
-        codec.decode_answer(body, FnCallBatch)  # says what is wrong, and where
-        codec.decode(body, FnCallBatch)
-        raise
+    except msgspec.DecodeError as exc:
+        raise codec.refusal(exc) from exc
     if not 1 <= len(batch.calls) <= MAX_CALLS:
         raise errors.InvalidSpecError(
             f"calls: {len(batch.calls)} is not between 1 and {MAX_CALLS}", detail={"field": "calls"}
@@ -179,10 +178,3 @@ def _call_of(raw: msgspec.Raw, index: int) -> FnCallSpec:
         field = exc.detail.get("field", "")
         exc.detail = {**exc.detail, "field": f"calls[{index}].{field}", "index": index}
         raise
-
-
-def _pauses() -> Iterator[float]:
-    pause = _FIRST_PAUSE_S
-    while True:
-        yield pause
-        pause = min(pause * 2, _LONGEST_PAUSE_S)

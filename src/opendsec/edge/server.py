@@ -7,6 +7,7 @@ encode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from urllib.parse import parse_qsl
@@ -27,7 +28,7 @@ from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
 from opendsec.fncall.base import FnCalls
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
-from opendsec.model.spec import check_labels, check_seconds
+from opendsec.model.spec import BackendKind, check_labels, check_seconds
 from opendsec.server.app import make_app
 from opendsec.server.asgi import ASGIApp, Receive, Scope, Send
 from opendsec.server.auth import Verify
@@ -44,9 +45,10 @@ def edge_app(
     verify: Verify | None,
     packing: Packing | None = None,
     desk: ImageDesk | None = None,
+    fncalls: FnCalls | None = None,
 ) -> ASGIApp:
     """The whole server. `verify` None: behind a Unix socket. `packing` None: nothing can be packed. `desk` None: this
-    edge has no images."""
+    edge has no images. `fncalls` None: it carries out no calls."""
     return make_app(
         [
             list_sandboxes,
@@ -59,21 +61,30 @@ def edge_app(
         title="OpenDSec edge",
         version=version,
         verify=verify,
-        raw=RawPaths(node, packing, desk),
-        state={"node": node},
+        raw=RawPaths(node, packing, desk, fncalls),
+        state={"node": node, "fncalls": fncalls},
     )
 
 
 class RawPaths:
     """Finds the raw route of a request; None leaves it to Litestar."""
 
-    def __init__(self, node: Node, packing: Packing | None = None, desk: ImageDesk | None = None) -> None:
+    def __init__(
+        self,
+        node: Node,
+        packing: Packing | None = None,
+        desk: ImageDesk | None = None,
+        fncalls: FnCalls | None = None,
+    ) -> None:
         self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
         self._packs = PackRoutes(node, packing)
         self._images = ImageRoutes(desk)
+        calls = FnCallRoutes(fncalls)
         self._top: dict[tuple[str, str], ASGIApp] = {
             ("POST", "sandboxes"): self._lives.create,
             ("POST", "sandbox-batches"): self._lives.create_batch,
+            ("POST", "fncalls"): calls.call,
+            ("POST", "fncall-batches"): calls.batch,
         }
         self._commands: dict[str, Callable[..., Any]] = {"POST": execs.start, "GET": execs.list}
         self._command: dict[tuple[str, str], Callable[..., Any]] = {
@@ -251,4 +262,8 @@ async def resume_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
 @get("/v1/node", summary="How this edge is")
 async def report_node(request: _Asked) -> NodeReport:
     """Load, backends, and why it takes no more if it does not."""
-    return _node(request).report()
+    report = _node(request).report()
+    engine: FnCalls | None = request.app.state.fncalls
+    if engine is None:
+        return report
+    return replace(report, backends={**report.backends, BackendKind.FNCALL.value: engine.report()})

@@ -56,7 +56,7 @@ def decode(data: bytes | memoryview, kind: type[T]) -> T:
         raw = parse(data)
         value = msgspec.convert(raw, kind, strict=True)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
+        raise refusal(exc) from exc
     for field in _unknown(raw, plan, ""):
         raise errors.InvalidSpecError(f"{field}: no such field in {kind.__name__}", detail={"field": field})
     return value
@@ -69,7 +69,12 @@ def decode_answer(data: bytes | memoryview, kind: type[T]) -> T:
             return msgspec.convert(parse(data), kind, strict=True)
         return msgspec.json.decode(data, type=kind, strict=True)
     except (msgspec.DecodeError, ValueError, RecursionError) as exc:
-        raise errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))}) from exc
+        raise refusal(exc) from exc
+
+
+def refusal(exc: Exception) -> errors.InvalidSpecError:
+    """What msgspec says of bytes that do not fit, with the field named."""
+    return errors.InvalidSpecError(_sentence(str(exc)), detail={"field": _field(str(exc))})
 
 
 def has_stray_bytes(data: bytes | memoryview) -> bool:

@@ -18,6 +18,9 @@ Management (JSON)
     GET    /v1/images/tree?image=&path=&depth=  → NDJSON of TreeEntry: what a sandbox that was just started would see
     GET    /v1/images/diff?before=&after=&times=BOOL          → NDJSON of Difference
     POST   /v1/images/tag | /compose            TagRequest | ComposeRequest → ImageSummary
+    POST   /v1/fncalls                          FnCallSpec → FnCallResult
+    POST   /v1/fncall-batches                   FnCallBatch → 200, NDJSON of FnCallItem as calls end (any order); the
+                                                last line has `done`, without it the answer was cut
     GET    /v1/node                             → NodeReport            (edge only)
     GET    /healthz                             → 200 "ok"
 Commands
@@ -47,7 +50,7 @@ with its offsets.
 
 Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates and packs (same key
 and body: same answer; same key, other body: 409); `X-OpenDSec-Project` and `X-OpenDSec-Rights` from the apiserver to
-the edge; `X-Request-Id` both ways, echoed; `X-OpenDSec-Timeout` in seconds on creates.
+the edge; `X-Request-Id` both ways, echoed; `X-OpenDSec-Timeout` in seconds on creates and calls.
 Errors: codec.encode_error with the status of the class.
 """
 
@@ -58,6 +61,7 @@ from dataclasses import dataclass
 
 from opendsec.model.command import CommandStatus
 from opendsec.model.file import FileStat
+from opendsec.model.fncall import FnCallResult, FnCallSpec
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.model.image_view import ImageSummary
@@ -87,6 +91,8 @@ RIGHT_BUILD = "build"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"
 MAX_JSON_BODY = 8 * 1024 * 1024
+MAX_CALLS_BODY = 64 * 1024 * 1024
+"""Of a batch of calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -125,6 +131,30 @@ class AbandonRequest:
     """The rest of a batch is not wanted. `keep`: the indexes that are."""
 
     keep: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FnCallBatch:
+    """Carry out every call, in no order."""
+
+    calls: tuple[FnCallSpec, ...]
+    """At most model.fncall.MAX_CALLS. One that is wrong fails alone."""
+    indexes: tuple[int, ...] = ()
+    """Set by the apiserver only: what the answer calls each of them; (): 0, 1, 2, …"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FnCallItem:
+    """One line of a batch's answer: exactly one of result and error. The last line has `done` and neither.
+
+    `index` and `result` come first in the line, in this order: the apiserver passes lines on without decoding them.
+    """
+
+    index: int = -1
+    result: FnCallResult | None = None
+    error: Mapping[str, object] | None = None
+    """codec.error_fields of the failure."""
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
