@@ -10,7 +10,7 @@ server.
     OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
-    OPENDSEC_EDGE_BACKENDS     comma-separated (container)
+    OPENDSEC_EDGE_BACKENDS     comma-separated (container); `fncall` beside `dummy` answers calls from memory
     OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (16)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
@@ -26,8 +26,8 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import AsyncIterator, Mapping
+from contextlib import ExitStack, asynccontextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -42,6 +42,8 @@ from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node, NodeSettings
 from opendsec.edge.packing import Packing
 from opendsec.edge.server import edge_app
+from opendsec.fncall.base import FnCalls
+from opendsec.fncall.dummy import DummyFnCalls
 from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
 from opendsec.server import logs
@@ -135,7 +137,7 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
 
 
 def _backends(text: str) -> tuple[BackendKind, ...]:
-    offered = {BackendKind.CONTAINER, BackendKind.DUMMY}
+    offered = {BackendKind.CONTAINER, BackendKind.DUMMY, BackendKind.FNCALL}
     try:
         kinds = tuple(BackendKind(word.strip()) for word in text.split(","))
     except ValueError:
@@ -147,17 +149,39 @@ def _backends(text: str) -> tuple[BackendKind, ...]:
 
 async def main(settings: EdgeSettings) -> None:
     """Serve until SIGTERM."""
-    only_dummy = settings.backends == (BackendKind.DUMMY,)
+    only_dummy = set(settings.backends) <= {BackendKind.DUMMY, BackendKind.FNCALL}
     with ExitStack() as stack:
         store, layers = _store_and_layers(settings, stack)
         images: ImageSource = AnyImage() if only_dummy else store
         writable = None if only_dummy or isinstance(store, RemoteStore) else store
         desk = None if only_dummy else stack.enter_context(ImageDesk(store, layers))
         packing = None if writable is None else Packing(writable)
-        backends = {kind: _backend(kind, settings, layers) for kind in settings.backends}
-        async with Node(settings.node, backends=backends, images=images, version=_version()) as node:
-            app = edge_app(node, version=_version(), verify=_verify(settings), packing=packing, desk=desk)
+        kinds = [kind for kind in settings.backends if kind is not BackendKind.FNCALL]
+        backends: dict[BackendKind, Backend] = {kind: _backend(kind, settings, layers) for kind in kinds}
+        async with (
+            _fncalls(settings) as calls,
+            Node(settings.node, backends=backends, images=images, version=_version()) as node,
+        ):
+            app = edge_app(
+                node, version=_version(), verify=_verify(settings), packing=packing, desk=desk, fncalls=calls
+            )
             await serve(app, listen(settings.listen))
+
+
+@asynccontextmanager
+async def _fncalls(settings: EdgeSettings) -> AsyncIterator[FnCalls | None]:
+    """The engine of calls, open; None where none is asked for."""
+    if BackendKind.FNCALL not in settings.backends:
+        yield None
+        return
+    if BackendKind.DUMMY not in settings.backends:
+        raise _bad("OPENDSEC_EDGE_BACKENDS", "`fncall` needs `dummy` beside it: this version has no other engine")
+    engine: FnCalls = DummyFnCalls(settings.node.edge)
+    await engine.open()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def _store_and_layers(settings: EdgeSettings, stack: ExitStack) -> tuple[ImageStore | RemoteStore, LayerMounts]:
