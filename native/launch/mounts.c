@@ -219,4 +219,9 @@ void mounts_attach(const struct request *request, const struct trees *trees)
     step("mask");
     for (unsigned i = 0; i < request->mask_count; i++)
         mask(slim_root, request->masks[i]);
+    if (request->root_attributes != 0) {
+        step("root");
+        struct mount_attr attributes = {.attr_set = request->root_attributes};
+        must(sys_mount_setattr(AT_FDCWD, "/", 0, &attributes), "mount_setattr of the root");
+    }
 }

@@ -228,6 +228,35 @@ static bool rlimit_key(struct parser *parser, char *text)
     return (which < 64 && limit->soft <= limit->hard) || refuse(parser, "expected NUMBER SOFT HARD with SOFT at most HARD");
 }
 
+static bool root_key(struct parser *parser, char *text)
+{
+    for (char *option = strtok(text, ","); option != NULL; option = strtok(NULL, ",")) {
+        if (strcmp(option, "ro") == 0)
+            parser->request->root_attributes |= MOUNT_ATTR_RDONLY;
+        else if (strcmp(option, "nosuid") == 0)
+            parser->request->root_attributes |= MOUNT_ATTR_NOSUID;
+        else
+            return refuse(parser, "expected ro, nosuid or both");
+    }
+    return true;
+}
+
+/* Only what belongs to the sandbox's own IPC namespace: anything else would be the host's. */
+static bool sysctl_key(struct parser *parser, char *text)
+{
+    static const char *const known[] = {"kernel/shmmni", "kernel/msgmni", "kernel/sem", "fs/mqueue/queues_max"};
+    struct request *r = parser->request;
+    if (r->sysctl_count == MAX_SYSCTLS)
+        return refuse(parser, "too many");
+    struct sysctl *sysctl = &r->sysctls[r->sysctl_count++];
+    sysctl->name = word(&text);
+    sysctl->value = text;
+    for (unsigned i = 0; sysctl->name != NULL && i < sizeof(known) / sizeof(known[0]); i++)
+        if (strcmp(sysctl->name, known[i]) == 0)
+            return true;
+    return refuse(parser, "expected NAME VALUE, NAME one of the IPC namespace");
+}
+
 static bool netns_key(struct parser *parser, char *text)
 {
     return strcmp(text, "new") == 0 || refuse(parser, "only new is known");
@@ -244,7 +273,7 @@ static const struct key {
     {"guest", guest_key, false, false},     {"arg", arg_key, true, true},           {"bind", bind_key, true, true},
     {"tmpfs", tmpfs_key, true, true},       {"devpts", devpts_key, false, true},    {"mask", mask_key, true, true},
     {"overlay", overlay_key, true, true},   {"caps", caps_key, false, false},       {"rlimit", rlimit_key, true, true},
-    {"netns", netns_key, false, false},
+    {"netns", netns_key, false, false},     {"root", root_key, false, true},        {"sysctl", sysctl_key, true, true},
 };
 enum { KEYS = sizeof(keys) / sizeof(keys[0]) };
 

@@ -16,6 +16,7 @@ enum {
     MAX_ARGS = 32,
     MAX_RLIMITS = 16,
     MAX_OVERLAY = 16,
+    MAX_SYSCTLS = 16,
 };
 
 struct bind {
@@ -27,6 +28,11 @@ struct bind {
 struct tmpfs {
     char *options;
     const char *target;
+};
+
+struct sysctl {
+    const char *name; /* below /proc/sys, with slashes */
+    const char *value;
 };
 
 struct limit {
@@ -50,7 +56,9 @@ struct request {
     char *overlay[MAX_OVERLAY];
     uint64_t caps;
     struct limit rlimits[MAX_RLIMITS];
-    unsigned lowers, cgroup1s, arg_count, bind_count, tmpfs_count, mask_count, overlay_count, rlimit_count;
+    struct sysctl sysctls[MAX_SYSCTLS];
+    uint64_t root_attributes; /* MOUNT_ATTR_* the root gets when all is attached */
+    unsigned lowers, cgroup1s, arg_count, bind_count, tmpfs_count, mask_count, overlay_count, rlimit_count, sysctl_count;
     unsigned seen; /* bit per known key */
 };
 

@@ -122,6 +122,16 @@ static void set_up_network(const struct request *request)
     write_file("/proc/sys/net/ipv4/ping_group_range", groups);
 }
 
+static void set_sysctls(const struct request *request)
+{
+    char path[128];
+    step("sysctl");
+    for (unsigned i = 0; i < request->sysctl_count; i++) {
+        snprintf(path, sizeof(path), "/proc/sys/%s", request->sysctls[i].name);
+        write_file(path, request->sysctls[i].value);
+    }
+}
+
 static void set_hostname(const struct request *request)
 {
     step("hostname");
@@ -192,6 +202,7 @@ void sandbox_run(const struct request *request, const struct host *host, int use
     enter_namespaces(host);
     mounts_attach(request, &trees);
     set_up_network(request);
+    set_sysctls(request);
     set_hostname(request);
     set_limits(request);
     place_descriptors(request, host, &trees);

@@ -124,6 +124,10 @@ class LaunchPlan:
     `volatile`: no fsync inside reaches the disk, and the end of a sandbox does not write back the whole file system of
     `upper`; after a crash of the host nobody asks for it.
     """
+    root: str = ""
+    """`ro`, `nosuid` or both, comma-separated: what the root becomes when everything is attached."""
+    sysctls: Mapping[str, str] = field(default_factory=dict)
+    """Of the sandbox's IPC namespace: name with slashes (`kernel/shmmni`) → value."""
     caps: int
     """Bounding set of everything that runs inside, as a bit mask."""
     rlimits: Mapping[int, tuple[int, int]] = field(default_factory=dict)
@@ -169,6 +173,8 @@ def encode(plan: LaunchPlan, *, seq: int) -> tuple[bytes, list[int]]:
         *(("overlay", text) for text in plan.overlay),
         ("caps", f"{plan.caps:x}"),
         *(("rlimit", f"{number} {soft} {hard}") for number, (soft, hard) in plan.rlimits.items()),
+        *((("root", plan.root),) if plan.root else ()),
+        *(("sysctl", f"{name} {value}") for name, value in plan.sysctls.items()),
         ("netns", "new"),
     ]
     for key, value in pairs:

@@ -14,7 +14,7 @@ import pytest
 from tests.node.linux.launching import DOCKER_CAPS, OUTSIDE, Site, build_probe, cgroup1_root, remove_cgroup
 
 from opendsec.linux import mount, process
-from opendsec.linux.launch import Bind, Launcher, install_guest
+from opendsec.linux.launch import Bind, Launcher, Tmpfs, install_guest
 
 pytestmark = [
     pytest.mark.anyio,
@@ -77,6 +77,21 @@ async def test_setuid_programs_work_and_gain_only_inner_root(site: Site, launche
     assert (await place.said("setuid /probe")).startswith("0 1000 100600")
     found = (place.upper / "tmp" / "mark").stat()
     assert (found.st_uid, found.st_gid) == (0, 1000)
+
+
+async def test_a_locked_root_cannot_be_written_and_raises_nobody(site: Site, launcher: Launcher) -> None:
+    sysctls = {"kernel/shmmni": "0", "kernel/msgmni": "0"}
+    place = site.place(
+        root="ro,nosuid", sysctls=sysctls, tmpfs=(Tmpfs(target="/dev/shm"), Tmpfs(target="/box", options="mode=1777"))
+    )
+    os.close((await launcher.launch(place.plan)).pidfd)
+    assert await place.ask("write /made") == f"errno {errno.EROFS}"
+    assert await place.said("write /box/made") == ""
+    for name, value in sysctls.items():
+        assert await place.said(f"read /proc/sys/{name}") == f"{value}\n"
+        assert Path(f"/proc/sys/{name}").read_text() != f"{value}\n"
+    mounts = mount.parse_mountinfo((await place.said("read /proc/self/mountinfo")).encode().splitlines())
+    assert {"ro", "nosuid", "nodev"} <= set(mounts[0].options)
 
 
 async def test_files_are_zero_based_on_disk(site: Site, launcher: Launcher) -> None:
