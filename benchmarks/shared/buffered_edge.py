@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from opendsec.edge import __main__ as edge
+from opendsec.edge.settings import read_settings
 from opendsec.linux.mount import erofs
 from opendsec.server import logs
 from opendsec.server.runner import run
@@ -22,6 +23,6 @@ def buffered(image: Path, *, devices: Sequence[Path] = (), direct: bool = True) 
 
 if __name__ == "__main__":
     vars(mounts)["erofs"] = buffered
-    chosen = edge.read_settings(os.environ)
+    chosen = read_settings(os.environ)
     logs.configure(chosen.log_level)
     sys.exit(run(edge.main(chosen)))

@@ -17,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 from opendsec.edge import __main__ as edge
+from opendsec.edge.settings import read_settings
 from opendsec.model.image import Image, Layer
 from opendsec.server import logs
 from opendsec.server.runner import run
@@ -58,6 +59,6 @@ class UnpackedLayers(LayerMounts):
 
 if __name__ == "__main__":
     vars(edge)["LayerMounts"] = UnpackedLayers
-    chosen = edge.read_settings(os.environ)
+    chosen = read_settings(os.environ)
     logs.configure(chosen.log_level)
     sys.exit(run(edge.main(chosen)))

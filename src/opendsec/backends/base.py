@@ -127,6 +127,9 @@ class Backend(ABC):
     the end of the connection for no failure, and asks `reconnect` for a new one after `resume`. From the moment
     `resume` lets anything run, the saved state must not be believed any more: what runs changes the disk."""
 
+    opens_at_leisure: bool = False
+    """`open` may take seconds: an edge starts without waiting for it unless sandboxes of it live."""
+
     @property
     @abstractmethod
     def capabilities(self) -> frozenset[Capability]:
@@ -136,7 +139,7 @@ class Backend(ABC):
     async def open(self) -> None:
         """Probe and prepare (templates, helper processes). Called once before anything else.
 
-        Raises HostCapabilityError with the remedy.
+        Raises HostCapabilityError with the remedy; nothing is left of it then, nor when it is cancelled.
         """
 
     @abstractmethod

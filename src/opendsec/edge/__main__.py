@@ -10,7 +10,8 @@ server.
     OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
-    OPENDSEC_EDGE_BACKENDS     comma-separated (container); `fncall` beside `dummy` answers calls from memory
+    OPENDSEC_EDGE_BACKENDS     comma-separated, or auto: all but the dummy, each if it works here (auto);
+                               `fncall` beside `dummy` answers calls from memory
     OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (16)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
@@ -26,29 +27,26 @@ from __future__ import annotations
 import os
 import resource
 import sys
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator
 from contextlib import ExitStack, asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from opendsec import errors
-from opendsec.backends.base import Backend
-from opendsec.backends.container import ContainerBackend
-from opendsec.backends.dummy import DummyBackend
-from opendsec.edge.admission import AdmissionLimits
+from opendsec.edge.backends import Means, make_backends
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
-from opendsec.edge.node import Node, NodeSettings
+from opendsec.edge.node import Node
 from opendsec.edge.packing import Packing
 from opendsec.edge.server import edge_app
+from opendsec.edge.settings import EdgeSettings, bad_setting, read_settings
 from opendsec.fncall.base import FnCalls
 from opendsec.fncall.dummy import DummyFnCalls
-from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
 from opendsec.server import logs
 from opendsec.server.auth import Verify, constant_token
-from opendsec.server.runner import Address, listen, parse_address, run, serve
+from opendsec.server.runner import listen, run, serve
 from opendsec.store.images import ImageStore
 from opendsec.store.leases import Leases
 from opendsec.store.loading.base import Loader, LoaderKind
@@ -59,7 +57,6 @@ from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import FuseLoader
 from opendsec.store.loading.healing import Healing
 from opendsec.store.loading.remote import PATIENCE_S, RemoteStore
-from opendsec.store.loading.settings import LoadingSettings, read_loading
 from opendsec.store.loading.sources import is_remote, open_files
 from opendsec.store.location import open_location
 from opendsec.store.mounts import LayerMounts
@@ -68,83 +65,6 @@ RESERVED_DESCRIPTORS = 160
 """For the edge itself, starts and removals under way, and connections of callers."""
 DESCRIPTORS_PER_SANDBOX = 3
 """The agent's connection, the journal, and one of a caller."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class EdgeSettings:
-    """What the environment says."""
-
-    state_dir: Path
-    store: str
-    loading: LoadingSettings
-    """As `opendsec.store.location` understands it."""
-    run_dir: Path
-    listen: Address
-    token: str
-    backends: tuple[BackendKind, ...]
-    cgroup: str | None
-    node: NodeSettings
-    log_level: str
-
-
-def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
-    """Raises InvalidSpecError naming the variable."""
-    edge = check_edge_name(environment.get("OPENDSEC_EDGE", "local"))
-    state = Path(environment.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec"))
-    run_dir = Path(environment.get("OPENDSEC_RUN_DIR", "/run/opendsec"))
-    address = parse_address(
-        environment.get("OPENDSEC_EDGE_LISTEN", f"unix:{run_dir}/edge-{edge}.sock"), field="OPENDSEC_EDGE_LISTEN"
-    )
-    token = environment.get("OPENDSEC_EDGE_TOKEN", "")
-    if address.path is None and len(token) < 16:
-        raise _bad("OPENDSEC_EDGE_TOKEN", "an edge on host:port needs a token of 16 characters or more")
-    return EdgeSettings(
-        state_dir=state,
-        store=environment.get("OPENDSEC_STORE", ""),
-        loading=read_loading(environment, state_dir=state),
-        run_dir=run_dir,
-        listen=address,
-        token=token,
-        backends=_backends(environment.get("OPENDSEC_EDGE_BACKENDS", "container")),
-        cgroup=environment.get("OPENDSEC_EDGE_CGROUP") or None,
-        node=NodeSettings(
-            edge=edge,
-            state_dir=state / "edge" / edge,
-            run_dir=run_dir,
-            start_concurrency=_number(environment, "OPENDSEC_EDGE_STARTS", 16, least=1),
-            keep_ended_s=float(_number(environment, "OPENDSEC_EDGE_KEEP_ENDED", 3600)),
-            limits=AdmissionLimits(
-                max_live=_number(environment, "OPENDSEC_EDGE_MAX_LIVE", 4096, least=1),
-                memory_floor_mb=_number(environment, "OPENDSEC_EDGE_MEMORY_FLOOR_MB", 512),
-                disk_floor_mb=_number(environment, "OPENDSEC_EDGE_DISK_FLOOR_MB", 1024),
-            ),
-        ),
-        log_level=environment.get("OPENDSEC_LOG_LEVEL", "info"),
-    )
-
-
-def _bad(name: str, why: str) -> errors.InvalidSpecError:
-    return errors.InvalidSpecError(f"{name}: {why}", detail={"field": name})
-
-
-def _number(environment: Mapping[str, str], name: str, default: int, *, least: int = 0) -> int:
-    text = environment.get(name)
-    if text is None:
-        return default
-    if not (text.isascii() and text.isdigit() and int(text) >= least):
-        raise _bad(name, f"{text!r} is not a number from {least} on")
-    return int(text)
-
-
-def _backends(text: str) -> tuple[BackendKind, ...]:
-    offered = {BackendKind.CONTAINER, BackendKind.DUMMY, BackendKind.FNCALL}
-    try:
-        kinds = tuple(BackendKind(word.strip()) for word in text.split(","))
-    except ValueError:
-        kinds = ()
-    if not kinds or not offered.issuperset(kinds):
-        raise _bad("OPENDSEC_EDGE_BACKENDS", f"{text!r} is not of {', '.join(sorted(offered))}")
-    return kinds
 
 
 async def main(settings: EdgeSettings) -> None:
@@ -156,8 +76,7 @@ async def main(settings: EdgeSettings) -> None:
         writable = None if only_dummy or isinstance(store, RemoteStore) else store
         desk = None if only_dummy else stack.enter_context(ImageDesk(store, layers))
         packing = None if writable is None else Packing(writable)
-        kinds = [kind for kind in settings.backends if kind is not BackendKind.FNCALL]
-        backends: dict[BackendKind, Backend] = {kind: _backend(kind, settings, layers) for kind in kinds}
+        backends = make_backends(settings.backends, _means(settings, store, layers))
         async with (
             _fncalls(settings) as calls,
             Node(settings.node, backends=backends, images=images, version=_version()) as node,
@@ -175,7 +94,9 @@ async def _fncalls(settings: EdgeSettings) -> AsyncIterator[FnCalls | None]:
         yield None
         return
     if BackendKind.DUMMY not in settings.backends:
-        raise _bad("OPENDSEC_EDGE_BACKENDS", "`fncall` needs `dummy` beside it: this version has no other engine")
+        raise bad_setting(
+            "OPENDSEC_EDGE_BACKENDS", "`fncall` needs `dummy` beside it: this version has no other engine"
+        )
     engine: FnCalls = DummyFnCalls(settings.node.edge)
     await engine.open()
     try:
@@ -214,12 +135,12 @@ def _through_process(settings: EdgeSettings, copies: Path) -> Loader:
     return FuseLoader(source, copies, settings.run_dir)
 
 
-def _backend(kind: BackendKind, settings: EdgeSettings, layers: LayerMounts) -> Backend:
-    if kind is BackendKind.DUMMY:
-        return DummyBackend()
-    return ContainerBackend(
+def _means(settings: EdgeSettings, store: ImageStore | RemoteStore, layers: LayerMounts) -> Means:
+    return Means(
         layers=layers,
+        store=store.layout.root if isinstance(store, ImageStore) else None,
         state_dir=settings.node.state_dir,
+        host_state_dir=settings.state_dir,
         run_dir=settings.run_dir / "edge" / settings.node.edge,
         cgroup_root=settings.cgroup,
     )

@@ -31,6 +31,7 @@ from opendsec.edge.admission import AdmissionLimits, NodeFacts
 from opendsec.edge.facts import measure
 from opendsec.edge.image_lookup import ImageLookup
 from opendsec.edge.images import ImageSource
+from opendsec.edge.offered import Offered
 from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.sandbox import Parts, Places, Sandbox
 from opendsec.edge.timers import Timers
@@ -38,7 +39,7 @@ from opendsec.edge.writer import WriterThread
 from opendsec.linux.spread import spread_subdirectories
 from opendsec.model.ids import SandboxId, check_edge_name, edge_of
 from opendsec.model.image import Image
-from opendsec.model.node import MAX_REPORTED_IMAGES, BackendReport, NodeReport, SandboxEnd, SandboxState
+from opendsec.model.node import MAX_REPORTED_IMAGES, NodeReport, SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
 
 log = logging.getLogger(__name__)
@@ -101,10 +102,9 @@ class Node:
         self._sandbox_root = settings.state_dir / "sandboxes"
         self._trash = settings.state_dir / "trash"
         self._run_root = settings.run_dir / "sbx"
-        self._backends = dict(backends)
+        self._offered = Offered(backends)
         self._images = images
         self._version = version
-        self._unavailable: dict[BackendKind, str] = {}
         self._sandboxes: dict[SandboxId, Sandbox] = {}
         self._ended: OrderedDict[SandboxId, Sandbox] = OrderedDict()
         self._live = 0
@@ -134,8 +134,7 @@ class Node:
             journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))
             output_writer = await stack.enter_async_context(WriterThread("output", at_once=True))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
-            for kind, backend in self._backends.items():
-                await self._open(stack, kind, backend)
+            await stack.enter_async_context(self._offered)
             group = await stack.enter_async_context(_CancelledAtExit())
             self._parts = Parts(
                 edge=self.settings.edge,
@@ -162,15 +161,6 @@ class Node:
         self.accepting = False
         await self._stack.aclose()
 
-    async def _open(self, stack: AsyncExitStack, kind: BackendKind, backend: Backend) -> None:
-        try:
-            await backend.open()
-        except errors.NodeError as exc:
-            log.warning("backend_unavailable", extra={"fields": {"backend": kind.value, "reason": str(exc)}})
-            self._unavailable[kind] = str(exc)
-            return
-        stack.push_async_callback(backend.close)
-
     # Requests
 
     async def create(self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId) -> Sandbox:
@@ -181,10 +171,14 @@ class Node:
             known = await self._known(spec, project, sandbox_id)
             if known is not None:
                 return known
-            backend = self._admit(spec, sandbox_id)
+            self._check(spec, sandbox_id)
+            backend = await self._offered.usable(spec.backend)
+            admission.check_supported(spec, backend.capabilities)
+            self._admit()
             image = await self._lookup.find(spec)
             if sandbox_id not in self._sandboxes:
-                self._admit(spec, sandbox_id)  # others were admitted while the image was looked up
+                self._check(spec, sandbox_id)
+                self._admit()  # others were admitted while the image was looked up
                 return await self._create(spec, project, sandbox_id, backend, image)
 
     def get(self, sandbox_id: str, *, project: str | None) -> Sandbox:
@@ -208,7 +202,7 @@ class Node:
             version=self._version,
             accepting=not reasons,
             reasons=tuple(reasons),
-            backends={kind.value: self._backend_report(kind) for kind in self._backends},
+            backends=self._offered.reports(),
             images=tuple(self._image_names[:MAX_REPORTED_IMAGES]),
             image_count=len(self._image_names),
             live=self._live,
@@ -235,7 +229,7 @@ class Node:
                 self._forget(repeated)
         return None
 
-    def _admit(self, spec: SandboxSpec, sandbox_id: SandboxId) -> Backend:
+    def _check(self, spec: SandboxSpec, sandbox_id: SandboxId) -> None:
         check_spec(spec)
         if edge_of(sandbox_id) != self.settings.edge:
             raise errors.InvalidSpecError(
@@ -243,21 +237,9 @@ class Node:
             )
         if not self.accepting:
             raise errors.UnschedulableError("this edge is stopping", detail={"reasons": ["this edge is stopping"]})
-        backend = self._backends.get(spec.backend)
-        if backend is None:
-            raise errors.UnsupportedError(
-                f"backend: this edge has no {spec.backend.value} backend",
-                detail={"field": "backend"},
-                remedy=f"use one of {', '.join(sorted(kind.value for kind in self._backends))}",
-            )
-        if spec.backend in self._unavailable:
-            raise errors.BackendUnavailableError(
-                f"the {spec.backend.value} backend does not work on this node: {self._unavailable[spec.backend]}",
-                remedy="see `opendsec doctor`",
-            )
-        admission.check_supported(spec, backend.capabilities)
+
+    def _admit(self) -> None:
         admission.check(self._facts, self.settings.limits, live=self._live, creating=self._creating)
-        return backend
 
     async def _create(
         self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, backend: Backend, image: Image
@@ -396,11 +378,12 @@ class Node:
         edge = self.settings.edge
         found = await asyncio.to_thread(recovery.scan, self._sandbox_root, self._run_root, edge=edge)
         self._removals.run(lambda: _empty(self._trash)).add_done_callback(_log_failed_removal)
+        await self._offered.settled({one.created.spec.backend for one in found if one.ended is None})
         await recovery.adopt_all(
             found,
             parts=self._parts,
-            backends=self._backends,
-            unavailable=self._unavailable,
+            backends=self._offered.backends,
+            unavailable=self._offered.unavailable,
             places=self._places,
             enrol=self._enrol_found,
         )
@@ -424,11 +407,6 @@ class Node:
     def _places(self, sandbox_id: SandboxId) -> Places:
         own = f"{self._sandbox_root}/{sandbox_id}"
         return Places(own=Path(own), state=Path(f"{own}/box"), run=Path(f"{self._run_root}/{sandbox_id}"))
-
-    def _backend_report(self, kind: BackendKind) -> BackendReport:
-        if kind in self._unavailable:
-            return BackendReport(available=False, reasons=(self._unavailable[kind],))
-        return self._backends[kind].report()
 
 
 class _CancelledAtExit:

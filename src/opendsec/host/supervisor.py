@@ -39,6 +39,8 @@ log = logging.getLogger("opendsec.supervisor")
 READY_S = 120.0
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+PREPARING_PAUSE_S = 0.2
+"""Between two looks at backends of which it is not known yet whether they work."""
 STEADY_S = 3.0
 """A process that ran for so long starts again after FIRST_PAUSE_S, whatever happened before."""
 
@@ -169,10 +171,14 @@ async def wait_ready(local: Local) -> NodeReport:
     api = EdgeLink(APISERVER, local.address, patience_s=READY_S)
     with contextlib.closing(edge), contextlib.closing(api):
         await api.call("GET", "/healthz", repeatable=True)
-        _, body = await edge.call("GET", "/v1/node", repeatable=True)
-    report = codec.decode_answer(body, NodeReport)
-    if any(backend.available for backend in report.backends.values()):
-        return report
+        while True:
+            _, body = await edge.call("GET", "/v1/node", repeatable=True)
+            report = codec.decode_answer(body, NodeReport)
+            if any(backend.available for backend in report.backends.values()):
+                return report
+            if not any(backend.preparing for backend in report.backends.values()):
+                break
+            await asyncio.sleep(PREPARING_PAUSE_S)
     reasons = {name: [str(why) for why in backend.reasons] for name, backend in report.backends.items()}
     told = "; ".join(f"{name}: {', '.join(why) or 'no reason given'}" for name, why in reasons.items())
     raise NotReadyError(

@@ -27,7 +27,7 @@ from opendsec.host.local import APISERVER, EDGE, LOADER, SUPERVISOR, Local, Runn
 from opendsec.host.stopping import Stopped, stop_platform
 from opendsec.host.supervisor import supervise
 from opendsec.linux.process import send_signal, spawn
-from opendsec.model.node import NodeReport
+from opendsec.model.node import BackendReport, NodeReport
 from opendsec.server.logs import configure
 from opendsec.server.runner import Address, run
 from opendsec.store.loading.sources import is_remote
@@ -261,8 +261,14 @@ def _print_status(local: Local, pids: Mapping[str, int | None], report: NodeRepo
     print(f"api         {local.api_url}")
     print(f"sandboxes   {report.live} live, {report.creating} being created")
     for kind, backend in sorted(report.backends.items()):
-        print(f"{kind:<11} {'available' if backend.available else '; '.join(map(str, backend.reasons))}")
+        print(f"{kind:<11} {_backend_words(backend)}")
     print(f"images      {_named(report.images, report.image_count) or _no_images(local)}")
+
+
+def _backend_words(backend: BackendReport) -> str:
+    if not backend.available:
+        return "; ".join(backend.reasons)
+    return "available" + (f", degraded: {'; '.join(backend.degraded)}" if backend.degraded else "")
 
 
 def _no_images(local: Local) -> str:

@@ -82,8 +82,16 @@ class BackendReport:
 
     available: bool
     reasons: tuple[str, ...] = ()
+    """Why it is not."""
     capabilities: tuple[str, ...] = ()
     live: int = 0
+    preparing: bool = False
+    """It is not known yet whether it works."""
+    degraded: tuple[str, ...] = ()
+    """What works, and not as it should (emulation instead of hardware, say)."""
+    binding: str = ""
+    """What its snapshots are bound to (VMM, version, accelerator, processor model); another edge with the same one can
+    start from them. Empty: it makes none, or they go everywhere."""
 
 
 MAX_REPORTED_IMAGES = 100

@@ -98,7 +98,7 @@ async def test_commands_survive_their_connection() -> None:
     with pytest.raises(GuestLostError):
         await running.guest.ping()
     recovered = await backend.recover(running.handle)
-    assert recovered is not None
+    assert isinstance(recovered, Running)
     await recovered.guest.attach(1, 0, 0)
     await recovered.guest.write_stdin(1, 0, b"after\n", eof=True)
     out, _, end = await collect(recovered.guest, 1)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from opendsec.edge.__main__ import read_settings, within_descriptors
+from opendsec.edge.__main__ import within_descriptors
+from opendsec.edge.settings import read_settings
 
 
 @pytest.mark.parametrize(

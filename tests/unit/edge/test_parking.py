@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -63,7 +64,7 @@ async def test_any_request_wakes_it_first(tmp_path: Path) -> None:
         cat = await sandbox.submit(ExecRequest(script="cat", stdin=True))
         await sandbox.pause()
 
-        async def words():  # type: ignore[no-untyped-def]
+        async def words() -> AsyncIterator[bytes]:
             yield b"typed"
 
         async with sandbox.working():
@@ -75,10 +76,14 @@ async def test_any_request_wakes_it_first(tmp_path: Path) -> None:
 async def test_an_operation_the_pause_cut_says_so(tmp_path: Path) -> None:
     async with edge(tmp_path, DummyBackend(parks=True)) as node:
         sandbox = await created(node)
-        with pytest.raises(SandboxLostError, match="paused meanwhile") as raised:
+
+        async def working() -> None:
             async with sandbox.working() as guest:
                 await sandbox.pause()
                 await guest.ping()
+
+        with pytest.raises(SandboxLostError, match="paused meanwhile") as raised:
+            await working()
         assert raised.value.retryable
         assert sandbox.state is SandboxState.PAUSED
 
