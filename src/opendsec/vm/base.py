@@ -101,10 +101,10 @@ class Vm(ABC):
         """Undo `pause`. Idempotent."""
 
     @abstractmethod
-    async def save(self, target: Path) -> None:
+    async def save(self, target: Path, *, whole: bool = False) -> None:
         """Memory and devices of a paused machine as files below `target`, an empty directory; not its drives. It stays
         paused. Where the driver can, only what changed since it was restored is written and the file restored from is
-        referred to. Raises DiskFullError.
+        referred to, by its path; with `whole`, nothing outside of `target` is. Raises DiskFullError.
         """
 
     @abstractmethod
@@ -114,6 +114,10 @@ class Vm(ABC):
     @abstractmethod
     async def wait_ended(self) -> None:
         """Until the VMM is gone, for whatever reason."""
+
+    @abstractmethod
+    async def release(self) -> None:
+        """This process needs the machine no more, which goes on: give back descriptors and connections."""
 
 
 class Vmm(ABC):
@@ -137,8 +141,9 @@ class Vmm(ABC):
         """Start a machine; its guest may still be booting. Raises StartError, and then nothing of it is left."""
 
     @abstractmethod
-    async def restore(self, saved: Path, spec: MachineSpec, place: Place) -> Vm:
+    async def restore(self, saved: Path, spec: MachineSpec, place: Place, *, paused: bool = False) -> Vm:
         """A further machine from what `Vm.save` wrote, running; memory is private to it, and read as it is touched.
+        With `paused` it has not executed an instruction yet when this returns, and waits for `Vm.resume`.
 
         Raises SnapshotInvalidError (another binding, damaged files), StartError; nothing of it is left then.
         """
