@@ -27,7 +27,7 @@ from opendsec.cli.image_group import app
 from opendsec.cli.output import Json, note, print_error, print_json, print_line, size, write_bytes
 from opendsec.cli.session import with_client
 from opendsec.errors import InvalidSpecError, OpenDSecError
-from opendsec.model.image import LayerRole
+from opendsec.model.image import FileRole, LayerRole
 
 _SHOWN = 100
 """Columns of a step's first line."""
@@ -57,7 +57,7 @@ def build_image(
     network: Annotated[
         bool, typer.Option("--network/--no-network", help="Whether RUN has outgoing IPv4, or loopback only.")
     ] = True,
-    role: Annotated[LayerRole, typer.Option(help="What the layers are for.")] = LayerRole.BASE,
+    role: Annotated[FileRole, typer.Option(help="What the layers are for.")] = FileRole.BASE,
     memory: options.Memory = None,
     cpus: options.Cpus = None,
     as_json: Json = False,
@@ -77,7 +77,7 @@ def build_image(
                 context=files.context,
                 ignore_file=files.ignore_file,
                 options=BuildOptions(arguments=_arguments(build_arg), target=target, network=network),
-                role=role,
+                role=LayerRole(role),
                 cache=cache,
                 limits=Limits(memory_limit_mb=memory, cpu_cores_limit=cpus),
                 on_event=_show,

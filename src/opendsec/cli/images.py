@@ -15,7 +15,7 @@ from opendsec.cli import options
 from opendsec.cli.image_group import Images, app, with_images
 from opendsec.cli.output import Json, note, print_json, print_line, print_table, size, when
 from opendsec.model.file import FileKind
-from opendsec.model.image import BUILD_CACHE
+from opendsec.model.image import BUILD_CACHE, Machine
 from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, StartLayer, TreeEntry
 
 Image = Annotated[str, typer.Argument(metavar="IMAGE", help="A name, or name@sha256:… for what it meant once.")]
@@ -107,6 +107,7 @@ def rows_of(details: ImageDetails) -> list[tuple[str, str]]:
         ]
     rows += [("part", f"{part.kind.value} {part.pinned}") for part in details.parts]
     rows += [("layer", _layer(one)) for one in details.start_layers]
+    rows += [("machine", _machine(config.machine))] if config.machine is not None else []
     rows += [("user", config.user or "root"), ("workdir", config.workdir)]
     rows += [("env", f"{key}={value}") for key, value in config.env.items()]
     rows += [("entrypoint", part) for part in config.entrypoint] + [("cmd", part) for part in config.cmd]
@@ -120,6 +121,14 @@ def rows_of(details: ImageDetails) -> list[tuple[str, str]]:
 
 def _shared(amount: int | None) -> str:
     return "not known: the store is remote" if amount is None else f"{size(amount)} with other images"
+
+
+def _machine(machine: Machine) -> str:
+    extras = "".join([", TPM" * machine.tpm, ", guest agent" * machine.agent])
+    return (
+        f"{machine.firmware.value}, {machine.graphics.value} graphics, {machine.memory_mb} MiB, {machine.cpus} CPU"
+        f"{extras}; disk of {size(machine.virtual_bytes)}, {machine.format.value}"
+    )
 
 
 def _layer(one: StartLayer) -> str:

@@ -11,7 +11,7 @@ from opendsec.cli.image_group import app
 from opendsec.cli.output import Advance, Json, note, print_error, print_json, print_line, progress, size
 from opendsec.cli.session import with_client
 from opendsec.errors import OpenDSecError
-from opendsec.model.image import LayerRole
+from opendsec.model.image import FileRole, LayerRole
 from opendsec.wire.contracts import PackEvent, PackResult
 
 _SHOWN = 10
@@ -34,7 +34,7 @@ def pack(
         bool,
         typer.Option("--no-defaults", help="Leave out only what --scrub says, no histories, caches, credentials."),
     ] = False,
-    role: Annotated[LayerRole, typer.Option(help="What the new layer is for.")] = LayerRole.WORKSPACE,
+    role: Annotated[FileRole, typer.Option(help="What the new layer is for.")] = FileRole.WORKSPACE,
     alone: Annotated[
         bool, typer.Option("--alone", help="An image of the new layer alone, to lay over others.")
     ] = False,
@@ -52,7 +52,7 @@ def pack(
             with progress(f"packing {sandbox_id}", 100) as advance:
                 packed = await sandbox.pack_diff(
                     name,
-                    role=role,
+                    role=LayerRole(role),
                     alone=alone,
                     scrub=scrub or (),
                     keep=keep or (),

@@ -9,8 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from opendsec.backends.base import Capability
-from opendsec.errors import UnschedulableError, UnsupportedError
-from opendsec.model.spec import Resources, SandboxSpec
+from opendsec.errors import InvalidSpecError, UnschedulableError, UnsupportedError
+from opendsec.model.image import Image
+from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 
 MAX_SLOTS = 4096
 """So many ranges of user ids one edge has; the others are for further edges of the same kernel."""
@@ -76,3 +77,23 @@ def check_supported(spec: SandboxSpec, capabilities: frozenset[Capability]) -> N
                 detail={"field": name, "capability": capability.value},
                 remedy="leave it out, or see `opendsec doctor`",
             )
+
+
+def check_image(spec: SandboxSpec, image: Image) -> None:
+    """Raise InvalidSpecError when the image is of the wrong kind for the backend: full VMs start from whole disks, and
+    nothing else does."""
+    wanted = spec.backend is BackendKind.FULLVM
+    if spec.backend is BackendKind.DUMMY or wanted is (image.config.machine is not None):
+        return
+    detail = {"field": "image", "image": spec.image, "backend": spec.backend.value}
+    if wanted:
+        raise InvalidSpecError(
+            f"image: {spec.image!r} is made of layers of files, and a full VM starts from a whole disk",
+            detail=detail,
+            remedy="run it with the backend container or microvm, or import a disk with `opendsec image import --disk`",
+        )
+    raise InvalidSpecError(
+        f"image: {spec.image!r} is a whole disk, which the {spec.backend.value} backend cannot start from",
+        detail=detail,
+        remedy="run it with the backend fullvm",
+    )

@@ -176,6 +176,7 @@ class Node:
             admission.check_supported(spec, backend.capabilities)
             self._admit()
             image = await self._lookup.find(spec)
+            admission.check_image(spec, image)
             if sandbox_id not in self._sandboxes:
                 self._check(spec, sandbox_id)
                 self._admit()  # others were admitted while the image was looked up

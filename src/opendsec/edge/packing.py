@@ -27,7 +27,7 @@ from opendsec.backends.base import Changes, Handle
 from opendsec.edge import lifecycle
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import SandboxId, check_image_name
-from opendsec.model.image import Image, Layer
+from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.model.node import SandboxState
 from opendsec.store.below import Below
 from opendsec.store.compose import pinned, split_reference
@@ -276,6 +276,8 @@ def check_request(request: PackRequest) -> None:
     check_image_name(request.name, field="name")
     if split_reference(request.name)[1]:
         raise errors.InvalidSpecError(f"name: {request.name!r} ends as a digest does", detail={"field": "name"})
+    if request.role is LayerRole.DISK:
+        raise errors.InvalidSpecError("role: what is packed is files, and no disk", detail={"field": "role"})
     check_patterns(request.scrub, "scrub")
     check_patterns(request.keep, "keep")
 

@@ -12,17 +12,30 @@ import typer
 
 from opendsec.cli.output import Json
 from opendsec.errors import InvalidSpecError
+from opendsec.host.disk_importing import (
+    Disk,
+    OfFormat,
+    WithAgent,
+    WithCpus,
+    WithFirmware,
+    WithGraphics,
+    WithMemory,
+    WithTpm,
+    machine_of,
+    refuse_of_trees,
+)
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
 from opendsec.host.images import Name, Replace, print_image
 from opendsec.model.ids import check_image_name
-from opendsec.model.image import ImageConfig, LayerRole
+from opendsec.model.image import FileRole, Firmware, Graphics, ImageConfig, LayerRole
+from opendsec.store.disks import DiskRequest, import_disk
 from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.grouping import COLLAPSE_BYTES
 from opendsec.store.importers.oci_config import Platform
 from opendsec.store.importers.skopeo import RegistryAccess
 from opendsec.store.importers.source import Source, default_name, parse_source
 
-Role = Annotated[LayerRole | None, typer.Option(help="What its layers are for; default: as they say, else base.")]
+Role = Annotated[FileRole | None, typer.Option(help="What its layers are for; default: as they say, else base.")]
 On = Annotated[str, typer.Option("--on", help="Image it lies on: NAME, or NAME@sha256:… for that very content.")]
 Toolkits = Annotated[
     list[str] | None, typer.Option("--toolkit", help="Toolkit a sandbox gets unless it asks for others; repeatable.")
@@ -65,17 +78,31 @@ def import_source(
     authfile: Authfile = None,
     creds_file: CredsFile = "",
     tls_verify: TlsVerify = True,
+    disk: Disk = False,
+    firmware: WithFirmware = Firmware.BIOS,
+    tpm: WithTpm = False,
+    agent: WithAgent = False,
+    graphics: WithGraphics = Graphics.STD,
+    memory_mb: WithMemory = 1024,
+    cpus: WithCpus = 1,
+    disk_format: OfFormat = None,
     replace: Replace = False,
     as_json: Json = False,
 ) -> None:
     """Import an image. --env, --workdir and --user are for directories and archives; an OCI image brings its own."""
     with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
+        if disk:
+            unpacked = {"env": env, "workdir": workdir, "user": user, "role": role, "on": on, "toolkit": toolkit}
+            refuse_of_trees({**unpacked, "platform": platform, "authfile": authfile, "creds-file": creds_file})
+            machine = machine_of(firmware, graphics, tpm=tpm, agent=agent, memory_mb=memory_mb, cpus=cpus)
+            whole = DiskRequest(name=name, path=Path(source), machine=machine, format=disk_format, replace=replace)
+            return print_image(import_disk(open_store(), whole, on_progress=on_progress), as_json=as_json)
         request = ImportRequest(
             name=check_image_name(name, field="name"),
             source=parse_source(source),
             config=_given_config(env, workdir, user),
             replace=replace,
-            role=role,
+            role=None if role is None else LayerRole(role),
             on=check_image_name(on, field="on") if on else "",
             toolkits=_references(toolkit),
             platform=Platform.parse(platform) if platform else None,
@@ -83,7 +110,7 @@ def import_source(
             access=registry_access(authfile, creds_file, tls_verify=tls_verify),
         )
         image = import_image(open_store(), request, on_progress=on_progress)
-    print_image(image, as_json=as_json)
+    return print_image(image, as_json=as_json)
 
 
 @app.command("pull")
@@ -112,7 +139,7 @@ def pull(
                 name=name,
                 source=source,
                 replace=replace,
-                role=role,
+                role=None if role is None else LayerRole(role),
                 on=check_image_name(on, field="on") if on else "",
                 toolkits=_references(toolkit),
                 platform=Platform.parse(platform) if platform else None,

@@ -19,7 +19,7 @@ from opendsec.store.diff import differences
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.loading.sources import is_remote, open_files
-from opendsec.store.mounts import open_erofs
+from opendsec.store.mounts import check_mountable, open_erofs
 from opendsec.store.start_cost import recorded_starts
 from opendsec.store.tagging import Composition, compose_image, tag_image
 from opendsec.store.tree_view import ComposedTree, LayerTree
@@ -108,6 +108,7 @@ class ImagesHere:
     @contextmanager
     def _opened(self, reference: str) -> Iterator[ComposedTree]:
         image = to_look_at(self._store.get, reference)
+        check_mountable(image)
         loader = DirectLoader(self._store, state_directory() / "cache" / "metadata")
         with ExitStack() as stack:
             trees = []

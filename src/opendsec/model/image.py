@@ -16,6 +16,58 @@ class LayerRole(StrEnum):
     BASE = "base"
     WORKSPACE = "workspace"
     TOOLKIT = "toolkit"
+    DISK = "disk"
+    """A whole disk of a machine, as one file that is no file system of ours (`ImageConfig.machine`)."""
+
+
+class FileRole(StrEnum):
+    """Roles of layers that hold files: what a command line offers, and all roles but disk."""
+
+    BASE = "base"
+    WORKSPACE = "workspace"
+    TOOLKIT = "toolkit"
+
+
+class DiskFormat(StrEnum):
+    """How a disk lies in its file."""
+
+    QCOW2 = "qcow2"
+    RAW = "raw"
+
+
+class Firmware(StrEnum):
+    """What a machine starts from its disk with."""
+
+    BIOS = "bios"
+    UEFI = "uefi"
+
+
+class Graphics(StrEnum):
+    """The display adapter a machine is built with."""
+
+    STD = "std"
+    """Plain VGA with VESA modes: every operating system can draw on it."""
+    VIRTIO = "virtio"
+    """virtio-gpu behind the same VGA: for guests with the driver."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machine:
+    """What the disk of an image was made for. A machine is always of the PC kind (q35)."""
+
+    format: DiskFormat
+    virtual_bytes: int
+    """Size of the disk as the guest sees it."""
+    firmware: Firmware = Firmware.BIOS
+    tpm: bool = False
+    """It has a TPM 2.0."""
+    agent: bool = False
+    """Our guest agent is inside and answers on the port `org.opendsec.agent`."""
+    graphics: Graphics = Graphics.STD
+    memory_mb: int = 1024
+    """MiB, where the sandbox's own limit says nothing."""
+    cpus: int = 1
+    """Where the sandbox's own limit says nothing."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,6 +114,8 @@ class ImageConfig:
     entrypoint: tuple[str, ...] = ()
     cmd: tuple[str, ...] = ()
     labels: Mapping[str, str] = field(default_factory=dict)
+    machine: Machine | None = None
+    """Of an image that is a whole disk, and starts in a full VM only; its one layer has the role disk."""
 
 
 class PartKind(StrEnum):

@@ -20,6 +20,7 @@ MAX_BATCH = 32_768
 MAX_LABELS = 32
 MAX_TOOLKITS = 32
 _LABEL_KEY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._/-]{0,62}\Z")
+_SNAPSHOT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}\Z")
 _ENV_KEY = re.compile(r"[^=\x00]+\Z")
 MAX_ENV_STRING = 131_071
 """Linux refuses one argument or environment string of 128 KiB or more (MAX_ARG_STRLEN, execve(2))."""
@@ -63,7 +64,8 @@ class Lifetime:
 class SandboxSpec:
     """One sandbox, as asked for."""
 
-    image: str
+    image: str = ""
+    """Needed unless there is a snapshot."""
     workspace: str | None = None
     """Reference to an image with the role workspace, laid over `image`: a repository and what its task needs."""
     toolkits: tuple[str, ...] | None = None
@@ -84,17 +86,23 @@ class SandboxSpec:
     """Absolute; None: the image's."""
     labels: Mapping[str, str] = field(default_factory=dict)
     snapshot: str | None = None
-    """Name of a snapshot the sandbox goes on from, memory and disk as they were; `image`, `workspace`, `toolkits`,
-    memory, cores and disk are the source's then."""
+    """Name of a snapshot the sandbox goes on from, memory and disk as they were. Image, workspace, toolkits and
+    resources are the source's then, and may not be given; `network_rules` must be what the source had; `env`, `init_user`
+    and `workdir` are laid over the source's."""
 
 
 def _bad(field_name: str, why: str) -> InvalidSpecError:
     return InvalidSpecError(f"{field_name}: {why}", detail={"field": field_name})
 
 
+def check_memory_mb(value: int | None, field_name: str) -> None:
+    """None, or 4 MiB to 64 TiB."""
+    if value is not None and not 4 <= value <= 64 * 1024 * 1024:
+        raise _bad(field_name, f"{value} is not between 4 and 67108864 MiB")
+
+
 def _check_resources(res: Resources) -> None:
-    if res.memory_limit_mb is not None and not 4 <= res.memory_limit_mb <= 64 * 1024 * 1024:
-        raise _bad("memory_limit_mb", f"{res.memory_limit_mb} is not between 4 and 67108864 MiB")
+    check_memory_mb(res.memory_limit_mb, "memory_limit_mb")
     if res.cpu_cores_limit is not None and not 0.01 <= res.cpu_cores_limit <= 4096:
         raise _bad("cpu_cores_limit", f"{res.cpu_cores_limit} is not between 0.01 and 4096 cores")
     if res.pids_limit is not None and not 8 <= res.pids_limit <= 4_194_304:
@@ -171,6 +179,35 @@ def _check_network(rules: Mapping[str, bool]) -> None:
             raise _bad("network_rules", f"the value of {name!r} is not true or false")
 
 
+def _check_from_snapshot(spec: SandboxSpec, name: str) -> None:
+    check_snapshot_name(name, field_name="snapshot")
+    given = (
+        ("image", bool(spec.image)),
+        ("workspace", spec.workspace is not None),
+        ("toolkits", spec.toolkits is not None),
+        ("memory_limit_mb", spec.resources.memory_limit_mb is not None),
+        ("cpu_cores_limit", spec.resources.cpu_cores_limit is not None),
+        ("pids_limit", spec.resources.pids_limit != Resources().pids_limit),
+        ("disk_limit_mb", spec.resources.disk_limit_mb is not None),
+    )
+    for field_name, is_given in given:
+        if is_given:
+            raise InvalidSpecError(
+                f"{field_name}: is what it was when the snapshot {name!r} was made, and cannot be chosen anew",
+                detail={"field": field_name},
+                remedy="leave it out, or start from an image",
+            )
+
+
+def check_snapshot_name(name: str, *, field_name: str = "name") -> str:
+    """The name itself: 1 to 128 of a-z, A-Z, 0-9, `.`, `_` and `-`, beginning with a letter or digit."""
+    if not _SNAPSHOT_NAME.match(name):
+        raise _bad(
+            field_name, f"{name[:80]!r} is not 1 to 128 letters, digits, `.`, `_` or `-`, the first a letter or digit"
+        )
+    return name
+
+
 def _check_images(spec: SandboxSpec) -> None:
     check_image_name(spec.image)
     if spec.workspace is not None:
@@ -183,7 +220,10 @@ def _check_images(spec: SandboxSpec) -> None:
 
 def check_spec(spec: SandboxSpec) -> SandboxSpec:
     """The spec itself if every field is good. Raises InvalidSpecError or UnsupportedError naming the field."""
-    _check_images(spec)
+    if spec.snapshot is not None:
+        _check_from_snapshot(spec, spec.snapshot)
+    else:
+        _check_images(spec)
     _check_resources(spec.resources)
     check_seconds(spec.lifetime.ttl_running_stop, "ttl_running_stop")
     check_seconds(spec.lifetime.ttl_max_stop, "ttl_max_stop")

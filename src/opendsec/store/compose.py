@@ -47,6 +47,8 @@ def compose(look_up: Lookup, image: str, *, workspace: str = "", toolkits: Seque
     whole = _with_base(look_up, image)
     chosen = whole.toolkits if toolkits is None else tuple(toolkits)
     _check_bottom(whole, image)
+    _check_disk(whole, image, alone=not (workspace or chosen))
+    _check_disk(whole, image, alone=not (workspace or chosen))
     above = [
         *([_part(look_up, workspace, PartKind.WORKSPACE)] if workspace else []),
         *(_part(look_up, one, PartKind.TOOLKIT, asked_by="" if toolkits is not None else image) for one in chosen),
@@ -68,7 +70,7 @@ def to_look_at(look_up: Lookup, reference: str) -> Image:
     """The image as it can be looked at: composed; or, if it is a toolkit or workspace and lies on nothing, its own
     layers alone, from which no sandbox could start."""
     image = look_up(reference)
-    if image.layers and not image.base and image.layers[0].role is not LayerRole.BASE:
+    if image.layers and not image.base and image.layers[0].role in (LayerRole.WORKSPACE, LayerRole.TOOLKIT):
         return replace(image, toolkits=(), parts=(_as_part(image, PartKind(image.layers[0].role.value)),))
     return compose(look_up, reference)
 
@@ -92,12 +94,23 @@ def _with_base(look_up: Lookup, reference: str) -> Image:
 
 def _check_bottom(whole: Image, reference: str) -> None:
     """A toolkit or workspace is no system to start in."""
-    if whole.layers and whole.layers[0].role is not LayerRole.BASE:
+    if whole.layers and whole.layers[0].role not in (LayerRole.BASE, LayerRole.DISK):
         role = whole.layers[0].role.value
         raise InvalidSpecError(
             f"image: image {reference!r} is a {role}, with no base below it",
             detail={"field": "image", "image": reference},
             remedy=f"start a base image and name this one as its {role}",
+        )
+
+
+def _check_disk(whole: Image, reference: str, *, alone: bool) -> None:
+    """Nothing can be laid over a disk, and a disk over nothing."""
+    disks = [layer for layer in whole.layers if layer.role is LayerRole.DISK]
+    if disks and not (alone and len(whole.layers) == 1 and not whole.base):
+        raise InvalidSpecError(
+            f"image: image {reference!r} is a whole disk: no base, workspace or toolkit goes with it",
+            detail={"field": "image", "image": reference},
+            remedy="leave out workspace and toolkits; put files into the guest once it runs",
         )
 
 

@@ -13,17 +13,19 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from opendsec.errors import ImageInvalidError
-from opendsec.model.image import Blob, Image, ImageConfig, Layer, LayerRole
+from opendsec.model.image import Blob, DiskFormat, Firmware, Graphics, Image, ImageConfig, Layer, LayerRole, Machine
 
 SCHEMA = 2
 _READABLE = frozenset({1, 2})
 """Schema 1 knew layers of one file, and no references."""
 _NOT_OURS = (ValueError, KeyError, TypeError, OverflowError, RecursionError)
 """What bytes that are no manifest, or no tag, make of being read as one; they may come from a store that lies."""
+MAX_CPUS = 255
+MAX_CPUS = 255
 _DIGEST = re.compile(r"sha256:([0-9a-f]{64})\Z")
 
 
@@ -105,6 +107,7 @@ def encode_manifest(manifest: Manifest) -> bytes:
                 "entrypoint": list(config.entrypoint),
                 "cmd": list(config.cmd),
                 "labels": dict(config.labels),
+                **({} if config.machine is None else {"machine": asdict(config.machine)}),
             },
         }
     )
@@ -198,8 +201,30 @@ def _decode_config(fields: Mapping[str, Any]) -> ImageConfig:
     if not all(isinstance(text, str) for text in texts):
         raise TypeError("the config holds something else than text")
     return ImageConfig(
-        env=env, workdir=fields["workdir"], user=fields["user"], entrypoint=entrypoint, cmd=cmd, labels=labels
+        env=env,
+        workdir=fields["workdir"],
+        user=fields["user"],
+        entrypoint=entrypoint,
+        cmd=cmd,
+        labels=labels,
+        machine=_decode_machine(fields["machine"]) if "machine" in fields else None,
     )
+
+
+def _decode_machine(fields: Mapping[str, Any]) -> Machine:
+    machine = Machine(
+        format=DiskFormat(fields["format"]),
+        virtual_bytes=int(fields["virtual_bytes"]),
+        firmware=Firmware(fields["firmware"]),
+        tpm=bool(fields["tpm"]),
+        agent=bool(fields["agent"]),
+        graphics=Graphics(fields["graphics"]),
+        memory_mb=int(fields["memory_mb"]),
+        cpus=int(fields["cpus"]),
+    )
+    if machine.virtual_bytes <= 0 or machine.memory_mb <= 0 or not 1 <= machine.cpus <= MAX_CPUS:
+        raise ValueError("a machine without disk, memory or processors")
+    return machine
 
 
 def _canonical(fields: Mapping[str, object]) -> bytes:

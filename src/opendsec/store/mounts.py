@@ -31,10 +31,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from opendsec.errors import HostCapabilityError, ImageInvalidError, NodeError
+from opendsec.errors import HostCapabilityError, ImageInvalidError, InvalidSpecError, NodeError
 from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
 from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
-from opendsec.model.image import Image, Layer
+from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.leases import Leases
 from opendsec.store.loading.base import Loader
 from opendsec.store.manifest import hex_of
@@ -93,7 +93,22 @@ class LayerMounts:
         system cannot mount it; the remedy says what to change), NodeError (something else is mounted there, or
         somebody else has been at it for `wait_s`; the latter is retryable), and whatever the loader does.
         """
+        check_mountable(image)
         return tuple(self._layer(layer) for layer in reversed(image.layers))
+
+    def disk_file(self, image: Image) -> Path:
+        """The file of an image that is a whole disk, as a file of this node, and not collected from now on. Blocks
+        while it is fetched, if the store is elsewhere. Raises as `acquire` does.
+        """
+        (layer,) = image.layers
+        with _held(self._root_made() / _LEASE_LOCK, time.monotonic() + self._wait_s, alone=True):
+            if self._leases is not None:
+                self._leases.take(layer)
+        return self._loader.attach(layer).meta
+
+    def _root_made(self) -> Path:
+        self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return self._root.resolve(strict=True)
 
     async def acquire_soon(self, image: Image) -> tuple[int, ...]:
         """`acquire` in a thread of this object's own, for at most `wait_s`: NodeError, retryable, after that.
@@ -187,6 +202,16 @@ class LayerMounts:
         target.mkdir(mode=0o700, exist_ok=True)
         mount_erofs(files.meta, target, data=files.data, direct=not files.is_filled_late)
         return files.generation
+
+
+def check_mountable(image: Image) -> None:
+    """Raises InvalidSpecError for an image that is a whole disk: it holds no tree of files anybody here can read."""
+    if any(layer.role is LayerRole.DISK for layer in image.layers):
+        raise InvalidSpecError(
+            f"image: {image.name!r} is a whole disk, with no files that can be looked at from outside",
+            detail={"field": "image", "image": image.name},
+            remedy="start it with the backend fullvm and look inside",
+        )
 
 
 def unmount_layers(mount_root: Path, *, leases: Leases | None = None) -> int:

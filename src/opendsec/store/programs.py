@@ -30,6 +30,8 @@ PACKAGES = {
     "mmdebstrap": "mmdebstrap",
     "zstd": "zstd",
     "skopeo": "skopeo",
+    "qemu-img": "qemu-utils",
+    "prlimit": "util-linux",
     "setpriv": "util-linux",
     "unshare": "util-linux",
 }

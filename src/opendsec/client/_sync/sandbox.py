@@ -21,7 +21,7 @@ from opendsec.client.packed import PackedImage
 from opendsec.client.results import ShellResult
 from opendsec.errors import InvalidSpecError
 from opendsec.model.command import DEFAULT_OUTPUT_BYTES, PtySize
-from opendsec.model.image import LayerRole
+from opendsec.model.image import FileRole, LayerRole
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import Lifetime, check_seconds
 from opendsec.wire.contracts import OWN_KEY_PREFIX, PackRequest, UpdateRequest
@@ -229,7 +229,7 @@ class Sandbox:
 
 def _role(text: LayerRole | str) -> LayerRole:
     try:
-        return LayerRole(text)
+        return LayerRole(FileRole(text))
     except ValueError:
-        known = ", ".join(LayerRole)
+        known = ", ".join(FileRole)
         raise InvalidSpecError(f"role: {text[:40]!r} is not of {known}", detail={"field": "role"}) from None

@@ -27,6 +27,7 @@ from opendsec.store.exporters.layer_tar import layer_tar
 from opendsec.store.exporters.reading import opened_layer
 from opendsec.store.exporters.target import Target, TargetKind, opened_target
 from opendsec.store.images import ImageStore
+from opendsec.store.mounts import check_mountable
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 __all__ = ["Exported", "ImageWriter", "export_image"]
@@ -77,6 +78,7 @@ class ImageWriter:
     def __init__(
         self, store: ImageStore, image: Image, *, compression: Compression, on_progress: OnProgress = quietly
     ) -> None:
+        check_mountable(image)
         self._store = store
         self._image = image
         self._compression = compression
