@@ -25,6 +25,9 @@ if TYPE_CHECKING:
     from opendsec.client.progress import TransferProgress as TransferProgress
     from opendsec.client.results import ShellResult as ShellResult
     from opendsec.client.run_args import DSecContainerRunArgs as DSecContainerRunArgs
+    from opendsec.client.run_args import DSecFullVMRunArgs as DSecFullVMRunArgs
+    from opendsec.client.run_args import DSecMicroVMRunArgs as DSecMicroVMRunArgs
+    from opendsec.client.run_args import DSecRunArgs as DSecRunArgs
     from opendsec.client.tree_unpack import DownloadedTree as DownloadedTree
     from opendsec.client.tree_unpack import TreeLimits as TreeLimits
     from opendsec.errors import BackendUnavailableError as BackendUnavailableError
@@ -56,6 +59,7 @@ if TYPE_CHECKING:
     from opendsec.errors import SandboxError as SandboxError
     from opendsec.errors import SandboxExitedError as SandboxExitedError
     from opendsec.errors import SandboxLostError as SandboxLostError
+    from opendsec.errors import SnapshotInvalidError as SnapshotInvalidError
     from opendsec.errors import StartError as StartError
     from opendsec.errors import TransportError as TransportError
     from opendsec.errors import UnauthorizedError as UnauthorizedError
@@ -102,6 +106,9 @@ __all__ = [
     "ConnectError",
     "DSecClient",
     "DSecContainerRunArgs",
+    "DSecFullVMRunArgs",
+    "DSecMicroVMRunArgs",
+    "DSecRunArgs",
     "DeadlineError",
     "Difference",
     "DigestMismatchError",
@@ -151,6 +158,7 @@ __all__ = [
     "SandboxState",
     "SandboxStatus",
     "ShellResult",
+    "SnapshotInvalidError",
     "StartError",
     "Started",
     "TransferProgress",
@@ -181,7 +189,12 @@ _PLACES = {
     "opendsec.client.packed": ("PackedImage",),
     "opendsec.client.progress": ("TransferProgress",),
     "opendsec.client.results": ("ShellResult",),
-    "opendsec.client.run_args": ("DSecContainerRunArgs",),
+    "opendsec.client.run_args": (
+        "DSecContainerRunArgs",
+        "DSecFullVMRunArgs",
+        "DSecMicroVMRunArgs",
+        "DSecRunArgs",
+    ),
     "opendsec.client.tree_unpack": (
         "DownloadedTree",
         "TreeLimits",
@@ -216,6 +229,7 @@ _PLACES = {
         "SandboxError",
         "SandboxExitedError",
         "SandboxLostError",
+        "SnapshotInvalidError",
         "StartError",
         "TransportError",
         "UnauthorizedError",

@@ -14,7 +14,7 @@ from opendsec.client._sync.sandbox import Sandbox
 from opendsec.client.packed import PackedImage
 from opendsec.client.progress import TransferProgress
 from opendsec.client.results import ShellResult
-from opendsec.client.run_args import DSecContainerRunArgs
+from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.tree_unpack import DownloadedTree, TreeLimits
 from opendsec.errors import (
     BackendUnavailableError,
@@ -46,6 +46,7 @@ from opendsec.errors import (
     SandboxError,
     SandboxExitedError,
     SandboxLostError,
+    SnapshotInvalidError,
     StartError,
     TransportError,
     UnauthorizedError,
@@ -76,6 +77,9 @@ __all__ = [
     "ConnectError",
     "DSecClient",
     "DSecContainerRunArgs",
+    "DSecFullVMRunArgs",
+    "DSecMicroVMRunArgs",
+    "DSecRunArgs",
     "DeadlineError",
     "Difference",
     "DigestMismatchError",
@@ -125,6 +129,7 @@ __all__ = [
     "SandboxState",
     "SandboxStatus",
     "ShellResult",
+    "SnapshotInvalidError",
     "StartError",
     "Started",
     "TransferProgress",

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from opendsec import DSecContainerRunArgs
+from opendsec import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.model.spec import BackendKind
 
 Backend = Annotated[BackendKind, typer.Option(help="Kind of isolation.")]
 Memory = Annotated[int | None, typer.Option("--memory", metavar="MIB", help="Memory limit in MiB.")]
 Cpus = Annotated[float | None, typer.Option("--cpus", metavar="CORES", help="CPU limit in cores, fractions allowed.")]
+Disk = Annotated[int | None, typer.Option("--disk", metavar="MIB", help="Limit of what it may write, in MiB.")]
 Network = Annotated[bool, typer.Option("--network", help="Allow outgoing IPv4; without it there is only loopback.")]
 User = Annotated[str | None, typer.Option("--user", "-u", help="User to run as: name, uid or uid:gid.")]
 Workdir = Annotated[str | None, typer.Option("--workdir", "-w", help="Directory to run in.")]
@@ -65,16 +66,22 @@ def run_args(
     ttl: float,
     workspace: str | None = None,
     toolkits: tuple[str, ...] | None = None,
-) -> DSecContainerRunArgs:
-    """What the client asks the platform for."""
-    return DSecContainerRunArgs(
-        container_image=image,
-        workspace=workspace,
-        toolkits=toolkits,
-        backend=backend,
-        memory_limit_mb=memory,
-        cpu_cores_limit=cpus,
-        network_rules={"*": True} if network else {},
-        labels=pairs(labels, "--label"),
-        ttl_running_stop=ttl if ttl > 0 else None,
-    )
+    disk: int | None = None,
+) -> DSecRunArgs:
+    """What the client asks the platform for. Raises typer.BadParameter for what goes with another kind only."""
+    common: dict[str, Any] = {
+        "backend": backend,
+        "memory_limit_mb": memory,
+        "cpu_cores_limit": cpus,
+        "disk_limit_mb": disk,
+        "network_rules": {"*": True} if network else {},
+        "labels": pairs(labels, "--label"),
+        "ttl_running_stop": ttl if ttl > 0 else None,
+    }
+    if backend is BackendKind.FULLVM:
+        if workspace is not None or toolkits is not None:
+            raise typer.BadParameter("a full VM starts from one disk image alone", param_hint="--workspace, --toolkit")
+        return DSecFullVMRunArgs(image=image, **common)
+    if backend is BackendKind.MICROVM:
+        return DSecMicroVMRunArgs(image=image, workspace=workspace, toolkits=toolkits, **common)
+    return DSecContainerRunArgs(container_image=image, workspace=workspace, toolkits=toolkits, **common)

@@ -33,6 +33,7 @@ def run(
     backend: options.Backend = BackendKind.CONTAINER,
     memory: options.Memory = None,
     cpus: options.Cpus = None,
+    disk: options.Disk = None,
     network: options.Network = False,
     user: options.User = None,
     workdir: options.Workdir = None,
@@ -51,6 +52,7 @@ def run(
         backend=backend,
         memory=memory,
         cpus=cpus,
+        disk=disk,
         network=network,
         labels=labels,
         ttl=ttl,
@@ -61,11 +63,11 @@ def run(
 
     async def main(client: DSecClient) -> int:
         if not keep:
-            async with client.container(args) as sandbox:
+            async with client.sandbox(args) as sandbox:
                 return await _run(
                     sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json
                 )
-        sandbox = await client.run_container(args)
+        sandbox = await client.run(args)
         note(f"sandbox {sandbox.id}")
         return await _run(
             sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json

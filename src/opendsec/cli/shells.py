@@ -13,7 +13,7 @@ from typing import Annotated
 import anyio
 import typer
 
-from opendsec import DSecClient, DSecContainerRunArgs, Process, Sandbox
+from opendsec import DSecClient, DSecRunArgs, Process, Sandbox
 from opendsec.cli import exits, options
 from opendsec.cli.output import note, write_bytes
 from opendsec.cli.session import with_client
@@ -74,11 +74,11 @@ def shell(
 
 
 @asynccontextmanager
-async def _sandbox(client: DSecClient, target: str, args: DSecContainerRunArgs) -> AsyncIterator[Sandbox]:
+async def _sandbox(client: DSecClient, target: str, args: DSecRunArgs) -> AsyncIterator[Sandbox]:
     if target.startswith("sbx-"):
         yield await client.connect(target)
         return
-    async with client.container(args) as sandbox:
+    async with client.sandbox(args) as sandbox:
         yield sandbox
 
 

@@ -87,8 +87,8 @@ class SandboxSpec:
     labels: Mapping[str, str] = field(default_factory=dict)
     snapshot: str | None = None
     """Name of a snapshot the sandbox goes on from, memory and disk as they were. Image, workspace, toolkits and
-    resources are the source's then, and may not be given; `network_rules` must be what the source had; `env`, `init_user`
-    and `workdir` are laid over the source's."""
+    resources are the source's then, and may not be given; `network_rules` must be what the source had; `env`,
+    `init_user` and `workdir` are laid over the source's."""
 
 
 def _bad(field_name: str, why: str) -> InvalidSpecError:

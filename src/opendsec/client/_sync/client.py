@@ -16,7 +16,7 @@ from opendsec.client._sync.images import Images
 from opendsec.client._sync.sandbox import Sandbox
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
-from opendsec.client.run_args import DSecContainerRunArgs
+from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
 from opendsec.model.ids import edge_of
@@ -122,6 +122,37 @@ class DSecClient:
         Raises InvalidSpecError or UnsupportedError naming the field, ImageNotFoundError, CapacityError, StartError,
         ConflictError (same key, other arguments), DeadlineError, TransportError.
         """
+        return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
+
+    def run_microvm(
+        self,
+        args: DSecMicroVMRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Sandbox:
+        """As `run_container`, with a kernel of its own below the sandbox; from an image, or from a snapshot.
+
+        Raises what `run_container` raises; BackendUnavailableError when no node of the platform runs microVMs,
+        SnapshotInvalidError when no node can read the snapshot.
+        """
+        return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
+
+    def run_fullvm(
+        self,
+        args: DSecFullVMRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Sandbox:
+        """As `run_container`, for a machine with a screen that starts whatever its disk holds.
+
+        Raises as `run_microvm`.
+        """
+        return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
+
+    def run(self, args: DSecRunArgs, *, timeout: float | None = None, idempotency_key: str | None = None) -> Sandbox:
+        """Start a sandbox of whatever kind the arguments are for; as `run_container`, `run_microvm`, `run_fullvm`."""
         check_seconds(timeout, "timeout")
         request = CreateRequest(spec=args.to_spec())
         deadline = self._transport.deadline(timeout)
@@ -144,6 +175,15 @@ class DSecClient:
             attempt += 1
 
     @contextmanager
+    def sandbox(
+        self, args: DSecRunArgs, *, timeout: float | None = None, idempotency_key: str | None = None
+    ) -> Iterator[Sandbox]:
+        """Like `run`, for a block: the sandbox is stopped when the block is left, whatever happened in it."""
+        sandbox = self.run(args, timeout=timeout, idempotency_key=idempotency_key)
+        with sandbox.stopping():
+            yield sandbox
+
+    @contextmanager
     def container(
         self,
         args: DSecContainerRunArgs,
@@ -155,20 +195,43 @@ class DSecClient:
 
         Example: `with client.container(DSecContainerRunArgs(container_image="debian")) as sandbox: ...`
         """
-        sandbox = self.run_container(args, timeout=timeout, idempotency_key=idempotency_key)
-        with sandbox.stopping():
+        with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
+            yield sandbox
+
+    @contextmanager
+    def microvm(
+        self,
+        args: DSecMicroVMRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Iterator[Sandbox]:
+        """Like `run_microvm`, for a block, as `container`."""
+        with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
+            yield sandbox
+
+    @contextmanager
+    def fullvm(
+        self,
+        args: DSecFullVMRunArgs,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> Iterator[Sandbox]:
+        """Like `run_fullvm`, for a block, as `container`."""
+        with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
     def run_many(
         self,
-        args: DSecContainerRunArgs,
+        args: DSecRunArgs,
         count: int,
         *,
         timeout: float | None = None,
         idempotency_key: str | None = None,
     ) -> Generator[Started | Failed, None, None]:
-        """Start `count` sandboxes in one request; yields Started or Failed once for each, as they become ready, in
-        any order.
+        """Start `count` sandboxes of any kind in one request; yields Started or Failed once for each, as they become
+        ready, in any order.
 
         `timeout`: seconds for all of them, default one hour. Raises what `run_container` raises when the whole
         request fails. Whoever stops iterating early, or gets such an error, keeps what was yielded; the rest is ended,
