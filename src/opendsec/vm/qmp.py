@@ -76,6 +76,12 @@ class Monitor:
             self._client.send_fd_scm(fd)
         await self.execute("getfd", {"fdname": name})
 
+    async def add_fd(self, fd: int) -> int:
+        """QEMU gets a duplicate of a descriptor: `/dev/fdset/<the number>` means it wherever QEMU takes a path."""
+        with _lost("add-fd"):
+            self._client.send_fd_scm(fd)
+        return int((await self.execute("add-fd"))["fdset-id"])
+
     def capture(self, *names: str) -> Events:
         """Events of these names from now on (all, without names). Close it; what is not read is kept until then."""
         return Events(self._client, names)
