@@ -11,6 +11,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include "machine.h"
 #include "session.h"
 #include "spawn.h"
 #include "terminal.h"
@@ -97,6 +98,7 @@ static void exit_send(struct command *command) {
     write_u64(&writer, TAG_STIME_US, command->system_us);
     write_u64(&writer, TAG_MAXRSS_KB, command->max_rss_kb);
     write_u64(&writer, TAG_FLAGS, command->exit_flags);
+    usage_send();
     frame_send(FRAME_EXIT, command->id, 0, bytes, writer.length);
     command->exit_sent = true;
 }

@@ -7,6 +7,7 @@
 #include "call.h"
 #include "command.h"
 #include "conn.h"
+#include "machine.h"
 #include "session.h"
 #include "shutdown.h"
 #include "tree.h"
@@ -14,6 +15,8 @@
 #define AGENT_NAME "opendsec-guest/1"
 
 bool dispatch(const struct header *header, char *payload) {
+    bool touches_sandbox = header->type == FRAME_START || header->type == FRAME_FS || header->type == FRAME_DIAL || header->type == FRAME_SESSION_END;
+    if (touches_sandbox && machine_refuses(header)) return true;
     switch (header->type) {
         case FRAME_PING:
             if (header->length > 64) return false;
@@ -26,6 +29,7 @@ bool dispatch(const struct header *header, char *payload) {
         case FRAME_FS: case FRAME_DIAL: return header->id != 0 && call_begin(header, payload);
         case FRAME_DATA: case FRAME_END: case FRAME_CREDIT: case FRAME_CANCEL: return call_frame(header, payload);
         case FRAME_SESSION_END: return session_end_frame(header->id, payload, header->length);
+        case FRAME_SETUP: case FRAME_RENEW: return machine_frame(header, payload);
         case FRAME_SHUTDOWN: return shutdown_begin(payload, header->length);
         default: error_send(header->id, "unsupported", 0, "frame type %d", header->type); return true;
     }
@@ -48,5 +52,8 @@ void dispatch_hello(void) {
     write_bytes(&writer, TAG_BOOT_ID, boot_id, sizeof boot_id);
     for (size_t i = 0; i < sizeof capabilities / sizeof *capabilities; i++) write_text(&writer, TAG_CAPS, capabilities[i]);
     if (tree_has_cgroups()) write_text(&writer, TAG_CAPS, "cgroup");
+    if (machine_runs()) write_text(&writer, TAG_CAPS, "machine");
+    if (machine_is_ready()) write_text(&writer, TAG_CAPS, "ready");
     frame_send(FRAME_HELLO, 0, 0, bytes, writer.length);
+    usage_send();
 }

@@ -3,6 +3,8 @@
  *
  *   opendsec-guest [--cgroup-fd=N] (--listen-fd=N | --vsock-port=N | --serial=/dev/...)
  *
+ * Started by a kernel as its init it is given none of these: see machine.h.
+ *
  * One thread and one epoll loop. It never exits of its own: what fails is answered by an ERROR frame.
  */
 #include <fcntl.h>
@@ -20,6 +22,7 @@
 #include "call.h"
 #include "conn.h"
 #include "loop.h"
+#include "machine.h"
 #include "output.h"
 #include "reap.h"
 #include "serial.h"
@@ -96,8 +99,11 @@ static void trim(void) {
 
 int main(int argc, char **argv) {
     struct options options;
-    parse(&options, argc, argv);
+    bool is_machine = machine_is_init(argc, argv);
+    if (is_machine) options = (struct options){.listen_fd = -1, .cgroup_fd = -1};
+    else parse(&options, argc, argv);
     settle_standard_descriptors();
+    if (is_machine) machine_boot(&options.serial, &options.vsock_port);
     become_the_last_to_go();
     prctl(PR_SET_DUMPABLE, 0);
     if (getpid() != 1) prctl(PR_SET_CHILD_SUBREAPER, 1);
@@ -108,7 +114,7 @@ int main(int argc, char **argv) {
     loop_init();
     reap_init();
     spawn_init();
-    tree_init(options.cgroup_fd);
+    if (!is_machine) tree_init(options.cgroup_fd);
     if (chdir("/") < 0) exit(66);
     int fd = options.listen_fd;
     if (options.vsock_port && (fd = vsock_listen(options.vsock_port)) < 0) {
@@ -121,5 +127,6 @@ int main(int argc, char **argv) {
     }
     if (fd >= 0) conn_listen(fd, options.vsock_port != 0);
     loop_run(conn_settle, trim);
+    if (is_machine) machine_off();
     return 0;
 }

@@ -6,6 +6,7 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/capability.h>
 #include <linux/sched.h>
 #include <signal.h>
 #include <stdio.h>
@@ -18,6 +19,7 @@
 #include <unistd.h>
 
 #include "identity.h"
+#include "machine.h"
 #include "shell.h"
 
 enum { STATUS_FD = 3, STACK_SHARE = 4 };
@@ -139,6 +141,7 @@ static _Noreturn void child(const struct launch *launch) {
     setsid();
     place_descriptors(launch);
     spawn_be_mortal();
+    if (machine_runs()) prctl(PR_CAPBSET_DROP, CAP_SYS_BOOT); /* a machine that halts itself looks alive to its VMM */
     if (launch->terminal) ioctl(0, TIOCSCTTY, 0);
     assume_user(launch, &identity);
     if (chdir(*launch->cwd ? launch->cwd : "/") < 0) fail("bad_cwd", "%s: %s", launch->cwd);
@@ -168,13 +171,14 @@ pid_t spawn(const struct launch *launch) {
     return pid;
 }
 
-pid_t spawn_worker(int keep) {
+pid_t spawn_worker(int keep, int root) {
     pid_t pid = clone_into(-1);
     if (pid != 0) return pid;
     sigset_t all;
     sigfillset(&all);
     sigprocmask(SIG_SETMASK, &all, NULL); /* it ends by its socket, and cleans up */
     dup3(keep, STATUS_FD, O_CLOEXEC);
-    syscall(SYS_close_range, STATUS_FD + 1, ~0u, 0);
+    if (root >= 0) dup3(root, STATUS_FD + 1, O_CLOEXEC); /* it is far above */
+    syscall(SYS_close_range, STATUS_FD + (root >= 0 ? 2 : 1), ~0u, 0);
     return 0;
 }

@@ -31,8 +31,11 @@ struct spawn_failure {
 void spawn_init(void);
 /* The pid, or -1 with errno (EAGAIN: pids limit, ENOMEM). Does not wait for the exec. */
 pid_t spawn(const struct launch *launch);
-/* A bare fork for the agent's own work in the sandbox: a process that keeps only descriptor `keep` (and 0-2). 0 in the child. */
-pid_t spawn_worker(int keep);
+/*
+ * A bare fork for the agent's own work in the sandbox: a process that keeps only descriptor `keep`, as 3, and `root`, as 4, unless that
+ * is -1 (and 0-2). 0 in the child.
+ */
+pid_t spawn_worker(int keep, int root);
 /*
  * False with EMFILE when `fd`, just opened for something new, is in the upper quarter of the agent's descriptors: those are
  * for ending what runs (cgroup.kill, cgroup.events) and for the host's next connection.

@@ -12,6 +12,7 @@
 #include "call.h"
 #include "command.h"
 #include "identity.h"
+#include "machine.h"
 #include "spawn.h"
 
 enum { SOCKET = 3 };
@@ -20,12 +21,15 @@ struct operation {
     const char *name;
     void (*run)(struct request *); /* does not return */
     bool cleans_up; /* on CANCEL it is not killed: it removes its temporary file when its socket ends */
+    bool of_machine; /* it needs machine_root */
 };
 
 static const struct operation operations[] = {
-    {"stat", file_stat, false},   {"list", file_list, false},   {"mkdir", file_mkdir, false}, {"move", file_move, false},
-    {"remove", file_remove, false}, {"chmod", file_chmod, false}, {"read", file_read, false},   {"write", file_write, true},
-    {"watch", file_watch, false}, {"pack", file_pack, false},   {"unpack", file_unpack, true},
+    {"stat", file_stat, false, false},     {"list", file_list, false, false},   {"mkdir", file_mkdir, false, false},
+    {"move", file_move, false, false},     {"remove", file_remove, false, false}, {"chmod", file_chmod, false, false},
+    {"read", file_read, false, false},     {"write", file_write, true, false},  {"watch", file_watch, false, false},
+    {"pack", file_pack, false, false},     {"unpack", file_unpack, true, false}, {"freeze", file_freeze, true, true},
+    {"pack_upper", file_upper, false, true},
 };
 
 static char piece[1 + WORKER_PIECE];
@@ -92,6 +96,7 @@ bool worker_begin(uint32_t id, char *payload, size_t length) {
     for (size_t i = 0; i < sizeof operations / sizeof *operations; i++) {
         if (strcmp(operations[i].name, request.op) == 0) operation = &operations[i];
     }
+    if (operation && operation->of_machine && !machine_runs()) operation = NULL;
     if (!operation || has_nul || !*request.path) {
         if (!operation) error_send(id, "unsupported", 0, "OP %.32s", request.op);
         else error_send(id, "file", has_nul ? EINVAL : ENOENT, "%s", has_nul ? "a path with a NUL byte" : "an empty path");
@@ -102,7 +107,7 @@ bool worker_begin(uint32_t id, char *payload, size_t length) {
         error_send(id, code_of(errno), errno, "%s", strerror(errno));
         return true;
     }
-    pid_t pid = spawn_has_room(pair[1]) ? spawn_worker(pair[1]) : -1;
+    pid_t pid = spawn_has_room(pair[1]) ? spawn_worker(pair[1], operation->of_machine ? machine_root() : -1) : -1;
     if (pid == 0) worker_main(&request, operation);
     struct call *call = pid < 0 ? NULL : call_new(id, pair[0]);
     int error = errno;

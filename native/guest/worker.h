@@ -15,7 +15,7 @@
 
 #include "wire.h"
 
-enum { WORKER_PIECE = 64 * 1024, WORKER_LAST = 0x80 /* in a message's type: nothing follows */ };
+enum { WORKER_PIECE = 64 * 1024, WORKER_LAST = 0x80 /* in a message's type: nothing follows */, WORKER_ROOT = 4 /* machine_root, for those who need it */ };
 
 struct request {
     char *op, *path, *target, *user;
@@ -63,5 +63,7 @@ _Noreturn void file_write(struct request *request);
 _Noreturn void file_watch(struct request *request);
 _Noreturn void file_pack(struct request *request);
 _Noreturn void file_unpack(struct request *request);
+_Noreturn void file_freeze(struct request *request);
+_Noreturn void file_upper(struct request *request);
 
 #endif

@@ -1,0 +1,157 @@
+/*
+ * The sandbox's root in a virtual machine: read-only EROFS layers and one writable disk under an overlay.
+ *
+ * It is moved onto / and entered by chroot: chroot alone would leave it a chroot in the kernel's eyes, in which no user
+ * namespace can be made and path rules do not hold.
+ */
+#include <errno.h>
+#include <fcntl.h>
+#include <sched.h>
+#include <stdio.h>
+#include <string.h>
+#include <sys/mount.h>
+#include <sys/stat.h>
+#include <unistd.h>
+
+#include "machine.h"
+#include "tree.h"
+#include "worker.h"
+
+enum { PATH_ROOM = 300, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
+
+static bool mount_layer(size_t number, const struct layer *layer, struct problem *problem) {
+    char meta[PATH_ROOM], data[PATH_ROOM], target[32], plain[PATH_ROOM + 16] = "", direct[PATH_ROOM + 32];
+    if (!drive_find(layer->meta, meta, sizeof meta, problem)) return false;
+    if (layer->data) {
+        if (!drive_find(layer->data, data, sizeof data, problem)) return false;
+        snprintf(plain, sizeof plain, "device=%s", data);
+    }
+    snprintf(target, sizeof target, "/l/%zu", number);
+    mkdir(target, 0755);
+    if (strncmp(layer->meta, "pmem@", 5) == 0) {
+        snprintf(direct, sizeof direct, "dax=always%s%s", layer->data ? "," : "", plain);
+        if (mount(meta, target, "erofs", MS_RDONLY, direct) == 0) return true; /* else the kernel cannot: pages are copied */
+    }
+    if (mount(meta, target, "erofs", MS_RDONLY, plain) == 0) return true;
+    return problem_set(problem, "layer %zu, drive %.40s%s%.40s", number, layer->meta, layer->data ? " and " : "",
+                       layer->data ? layer->data : "");
+}
+
+static bool mount_writable(const char *drive, struct problem *problem) {
+    char device[PATH_ROOM];
+    if (!drive_find(drive, device, sizeof device, problem)) return false;
+    if (mount(device, "/w", "ext4", MS_NOATIME, "") < 0) return problem_set(problem, "writable drive %.40s", drive);
+    bool made = (mkdir("/w/upper", 0755) == 0 || errno == EEXIST) && (mkdir("/w/work", 0700) == 0 || errno == EEXIST);
+    return made || problem_set(problem, "writable drive %.40s", drive);
+}
+
+static bool mount_overlay(size_t layers, struct problem *problem) {
+    static char options[4096];
+    size_t at = (size_t)snprintf(options, sizeof options, "lowerdir=/f");
+    for (size_t i = layers; i-- > 0;) at += (size_t)snprintf(options + at, sizeof options - at, ":/l/%zu", i);
+    snprintf(options + at, sizeof options - at, ",upperdir=/w/upper,workdir=/w/work,redirect_dir=off,metacopy=off,index=off,xino=off");
+    if (mount("overlay", "/n", "overlay", 0, options) == 0) return true;
+    return problem_set(problem, "the overlay of %zu layers", layers);
+}
+
+/*
+ * Commands get cgroups below c/sandbox, which is the root of the cgroup namespace they see: a Docker inside makes its
+ * groups there, and is held and counted with them.
+ */
+static bool make_cgroups(uint64_t pids_limit, struct problem *problem) {
+    char controllers[256] = "", word[64], text[32];
+    if (mount("cgroup2", "/c", "cgroup2", SAFE, "") < 0) return problem_set(problem, "cgroup2");
+    bool inside = mkdir("/c/sandbox", 0755) == 0 && machine_write("c/sandbox/cgroup.procs", "0") && unshare(CLONE_NEWCGROUP) == 0 &&
+                  machine_write("c/cgroup.procs", "0");
+    if (!inside) return problem_set(problem, "the sandbox's cgroup");
+    machine_read("c/cgroup.controllers", controllers, sizeof controllers);
+    for (char *rest = controllers, *name; (name = strtok_r(rest, " \n", &rest));) {
+        snprintf(word, sizeof word, "+%.40s", name);
+        /* One that cannot be delegated (cpu with a real-time process) is not there inside, the others are. */
+        if (machine_write("c/cgroup.subtree_control", word)) machine_write("c/sandbox/cgroup.subtree_control", word);
+    }
+    snprintf(text, sizeof text, "%llu", (unsigned long long)pids_limit);
+    if (pids_limit && !machine_write("c/sandbox/pids.max", text)) return problem_set(problem, "pids.max");
+    errno = 0;
+    if (tree_init(open("/c/sandbox", O_RDONLY | O_DIRECTORY | O_CLOEXEC))) return true;
+    return problem_set(problem, "the sandbox's cgroup cannot be used");
+}
+
+static const struct inner {
+    const char *type, *target;
+    unsigned long flags;
+    const char *data;
+    bool optional;
+} inners[] = {
+    {"proc", "proc", SAFE, "", false},
+    {"sysfs", "sys", SAFE, "", false},
+    {"cgroup2", "sys/fs/cgroup", SAFE, "", false},
+    {"devtmpfs", "dev", MS_NOSUID, "", false},
+    {"devpts", "dev/pts", MS_NOSUID | MS_NOEXEC, "mode=620,ptmxmode=666,gid=5", false},
+    {"tmpfs", "dev/shm", MS_NOSUID | MS_NODEV, "mode=1777", false},
+    {"mqueue", "dev/mqueue", SAFE, "", true},
+};
+
+static bool mount_inners(struct problem *problem) {
+    static const char *const links[][2] = {
+        {"/proc/self/fd", "dev/fd"}, {"fd/0", "dev/stdin"}, {"fd/1", "dev/stdout"}, {"fd/2", "dev/stderr"}};
+    for (size_t i = 0; i < sizeof inners / sizeof *inners; i++) {
+        const struct inner *inner = &inners[i];
+        mkdir(inner->target, 0755); /* below /dev they are not there yet */
+        if (mount(inner->type, inner->target, inner->type, inner->flags, inner->data) < 0 && !inner->optional)
+            return problem_set(problem, "/%s", inner->target);
+    }
+    for (size_t i = 0; i < sizeof links / sizeof *links; i++) {
+        if (symlink(links[i][0], links[i][1]) < 0 && errno != EEXIST) return problem_set(problem, "/%s", links[i][1]);
+    }
+    return true;
+}
+
+static bool enter(struct problem *problem) {
+    if (chdir("/n") == 0 && mount_inners(problem)) {
+        if (mount(".", "/", NULL, MS_MOVE, NULL) == 0 && chroot(".") == 0 && chdir("/") == 0) return true;
+        return problem_set(problem, "entering the root");
+    }
+    return problem->text[0] ? false : problem_set(problem, "entering the root");
+}
+
+/* The directory of the generation id, where programs look for it; they cannot write there. */
+static bool show_generation(int directory, struct problem *problem) {
+    static char target[] = "/run/opendsec";
+    char source[32];
+    snprintf(source, sizeof source, "/proc/self/fd/%d", directory);
+    if (!make_parents(target, 0755) || mount(source, target, NULL, MS_BIND, NULL) < 0 ||
+        mount(NULL, target, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | SAFE, NULL) < 0)
+        return problem_set(problem, "%s", target);
+    return true;
+}
+
+static bool mount_disks(const struct setup *setup, struct problem *problem) {
+    for (size_t i = 0; i < setup->disk_count; i++) {
+        char device[PATH_ROOM];
+        char *target = setup->disks[i].mount_point;
+        errno = EINVAL;
+        if (*target != '/') return problem_set(problem, "mount point %.100s", target);
+        if (!drive_find(setup->disks[i].drive, device, sizeof device, problem)) return false;
+        if (!make_parents(target, 0755) || mount(device, target, "ext4", 0, "") < 0)
+            return problem_set(problem, "drive %.40s on %.100s", setup->disks[i].drive, target);
+    }
+    return true;
+}
+
+bool root_make(const struct setup *setup, struct problem *problem) {
+    static const char *const places[] = {"/l", "/w", "/c", "/f", "/g", "/n"};
+    problem->text[0] = '\0';
+    errno = 0;
+    if (!setup->layer_count || !*setup->writable) return problem_set(problem, "no layer, or no writable drive");
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) mkdir(places[i], 0755);
+    for (size_t i = 0; i < setup->layer_count; i++)
+        if (!mount_layer(i, &setup->layers[i], problem)) return false;
+    if (!mount_writable(setup->writable, problem)) return false;
+    if (!facts_write(&setup->renewal, true, problem)) return false;
+    if (!mount_overlay(setup->layer_count, problem) || !make_cgroups(setup->pids_limit, problem)) return false;
+    int generation = open("/g", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool entered = enter(problem) && show_generation(generation, problem) && mount_disks(setup, problem);
+    if (generation >= 0) close(generation);
+    return entered;
+}

@@ -1,0 +1,49 @@
+/*
+ * Counters the host cannot read from outside of a machine. They are told before every EXIT, so that whoever sees how a
+ * command ended knows them as of then.
+ */
+#include <fcntl.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/vfs.h>
+#include <unistd.h>
+
+#include "conn.h"
+#include "machine.h"
+
+enum { FULL_BELOW = 64 * 1024, IS_FULL = 1 };
+
+/* The number after `name` in a file of lines; 0 when it is not there. */
+static uint64_t number_in(const char *path, const char *name) {
+    static char text[8192];
+    if (!machine_read(path, text, sizeof text)) return 0;
+    size_t length = strlen(name);
+    for (const char *at = text; at; at = strchr(at, '\n')) {
+        at += *at == '\n';
+        if (strncmp(at, name, length) == 0) return strtoull(at + length, NULL, 10);
+    }
+    return 0;
+}
+
+static bool is_full(void) {
+    struct statfs info;
+    int fd = openat(machine_root(), "w", O_PATH | O_DIRECTORY | O_CLOEXEC);
+    bool full = fd >= 0 && fstatfs(fd, &info) == 0 &&
+                ((uint64_t)info.f_bavail * (uint64_t)info.f_bsize < FULL_BELOW || info.f_ffree == 0);
+    if (fd >= 0) close(fd);
+    return full;
+}
+
+void usage_send(void) {
+    if (!machine_is_ready() || !conn_is_live()) return;
+    char bytes[128];
+    struct writer writer = {bytes, 0, sizeof bytes, false};
+    uint64_t total = number_in("proc/meminfo", "MemTotal:"), free_kb = number_in("proc/meminfo", "MemAvailable:");
+    write_u64(&writer, TAG_OOM_KILLS, number_in("proc/vmstat", "oom_kill "));
+    write_u64(&writer, TAG_PIDS_DENIED, number_in("c/sandbox/pids.events", "max "));
+    write_u64(&writer, TAG_FLAGS, is_full() ? IS_FULL : 0);
+    write_u64(&writer, TAG_MEMORY, total > free_kb ? (total - free_kb) * 1024 : 0);
+    write_u64(&writer, TAG_CPU_US, number_in("c/sandbox/cpu.stat", "usage_usec "));
+    frame_send(FRAME_USAGE, 0, 0, bytes, writer.length);
+}
