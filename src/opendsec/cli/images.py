@@ -126,7 +126,8 @@ def _shared(amount: int | None) -> str:
 def _machine(machine: Machine) -> str:
     extras = "".join([", TPM" * machine.tpm, ", guest agent" * machine.agent])
     return (
-        f"{machine.firmware.value}, {machine.graphics.value} graphics, {machine.memory_mb} MiB, {machine.cpus} CPU"
+        f"{machine.firmware.value}, {machine.graphics.value} graphics, {machine.devices.value} devices, "
+        f"{machine.memory_mb} MiB, {machine.cpus} CPU"
         f"{extras}; disk of {size(machine.virtual_bytes)}, {machine.format.value}"
     )
 

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from opendsec.errors import InvalidSpecError
-from opendsec.model.image import DiskFormat, Firmware, Graphics, Machine
+from opendsec.model.image import Devices, DiskFormat, Firmware, Graphics, Machine
 from opendsec.store.disks import SECTOR
 
 _PANEL = "A whole disk"
@@ -27,6 +27,9 @@ WithAgent = Annotated[
 WithGraphics = Annotated[
     Graphics, typer.Option("--graphics", help="Display adapter of the machine.", rich_help_panel=_PANEL)
 ]
+WithDevices = Annotated[
+    Devices, typer.Option("--devices", help="Disk, network card and pointer of the machine.", rich_help_panel=_PANEL)
+]
 WithMemory = Annotated[
     int, typer.Option("--memory-mb", min=4, help="MiB of a sandbox that names no limit.", rich_help_panel=_PANEL)
 ]
@@ -39,13 +42,16 @@ OfFormat = Annotated[
 ]
 
 
-def machine_of(firmware: Firmware, graphics: Graphics, *, tpm: bool, agent: bool, memory_mb: int, cpus: int) -> Machine:
+def machine_of(
+    firmware: Firmware, graphics: Graphics, devices: Devices, *, tpm: bool, agent: bool, memory_mb: int, cpus: int
+) -> Machine:
     """What the options say; format and size are found out from the disk."""
     return Machine(
         format=DiskFormat.RAW,
         virtual_bytes=SECTOR,
         firmware=firmware,
         graphics=graphics,
+        devices=devices,
         tpm=tpm,
         agent=agent,
         memory_mb=memory_mb,

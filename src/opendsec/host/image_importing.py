@@ -17,6 +17,7 @@ from opendsec.host.disk_importing import (
     OfFormat,
     WithAgent,
     WithCpus,
+    WithDevices,
     WithFirmware,
     WithGraphics,
     WithMemory,
@@ -27,7 +28,7 @@ from opendsec.host.disk_importing import (
 from opendsec.host.image_group import app, errors_shown, open_store, progress_shown
 from opendsec.host.images import Name, Replace, print_image
 from opendsec.model.ids import check_image_name
-from opendsec.model.image import FileRole, Firmware, Graphics, ImageConfig, LayerRole
+from opendsec.model.image import Devices, FileRole, Firmware, Graphics, ImageConfig, LayerRole
 from opendsec.store.disks import DiskRequest, import_disk
 from opendsec.store.importers import ImportRequest, import_image
 from opendsec.store.importers.grouping import COLLAPSE_BYTES
@@ -83,6 +84,7 @@ def import_source(
     tpm: WithTpm = False,
     agent: WithAgent = False,
     graphics: WithGraphics = Graphics.STD,
+    devices: WithDevices = Devices.PC,
     memory_mb: WithMemory = 1024,
     cpus: WithCpus = 1,
     disk_format: OfFormat = None,
@@ -94,7 +96,7 @@ def import_source(
         if disk:
             unpacked = {"env": env, "workdir": workdir, "user": user, "role": role, "on": on, "toolkit": toolkit}
             refuse_of_trees({**unpacked, "platform": platform, "authfile": authfile, "creds-file": creds_file})
-            machine = machine_of(firmware, graphics, tpm=tpm, agent=agent, memory_mb=memory_mb, cpus=cpus)
+            machine = machine_of(firmware, graphics, devices, tpm=tpm, agent=agent, memory_mb=memory_mb, cpus=cpus)
             whole = DiskRequest(name=name, path=Path(source), machine=machine, format=disk_format, replace=replace)
             return print_image(import_disk(open_store(), whole, on_progress=on_progress), as_json=as_json)
         request = ImportRequest(

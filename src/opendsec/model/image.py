@@ -51,6 +51,15 @@ class Graphics(StrEnum):
     """virtio-gpu behind the same VGA: for guests with the driver."""
 
 
+class Devices(StrEnum):
+    """Disk, network card and pointer a machine is built with."""
+
+    PC = "pc"
+    """SATA, e1000e and a USB tablet: what operating systems have drivers for by themselves."""
+    VIRTIO = "virtio"
+    """All of virtio, and faster."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
     """What the disk of an image was made for. A machine is always of the PC kind (q35)."""
@@ -64,6 +73,7 @@ class Machine:
     agent: bool = False
     """Our guest agent is inside and answers on the port `org.opendsec.agent`."""
     graphics: Graphics = Graphics.STD
+    devices: Devices = Devices.PC
     memory_mb: int = 1024
     """MiB, where the sandbox's own limit says nothing."""
     cpus: int = 1

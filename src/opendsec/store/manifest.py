@@ -17,7 +17,18 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from opendsec.errors import ImageInvalidError
-from opendsec.model.image import Blob, DiskFormat, Firmware, Graphics, Image, ImageConfig, Layer, LayerRole, Machine
+from opendsec.model.image import (
+    Blob,
+    Devices,
+    DiskFormat,
+    Firmware,
+    Graphics,
+    Image,
+    ImageConfig,
+    Layer,
+    LayerRole,
+    Machine,
+)
 
 SCHEMA = 2
 _READABLE = frozenset({1, 2})
@@ -219,6 +230,7 @@ def _decode_machine(fields: Mapping[str, Any]) -> Machine:
         tpm=bool(fields["tpm"]),
         agent=bool(fields["agent"]),
         graphics=Graphics(fields["graphics"]),
+        devices=Devices(fields["devices"]),
         memory_mb=int(fields["memory_mb"]),
         cpus=int(fields["cpus"]),
     )

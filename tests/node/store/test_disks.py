@@ -11,7 +11,7 @@ import pytest
 
 from opendsec.edge.admission import check_image
 from opendsec.errors import ConflictError, ImageInvalidError, InvalidSpecError
-from opendsec.model.image import DiskFormat, Firmware, Graphics, ImageConfig, LayerRole, Machine
+from opendsec.model.image import Devices, DiskFormat, Firmware, Graphics, ImageConfig, LayerRole, Machine
 from opendsec.model.spec import BackendKind, SandboxSpec
 from opendsec.store.disks import DiskRequest, import_disk, parse_qcow2
 from opendsec.store.images import ImageStore
@@ -26,6 +26,7 @@ MACHINE = Machine(
     tpm=True,
     agent=True,
     graphics=Graphics.VIRTIO,
+    devices=Devices.VIRTIO,
     memory_mb=64,
     cpus=2,
 )
