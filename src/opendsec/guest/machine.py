@@ -1,6 +1,7 @@
 """What an agent that is init of a virtual machine is told: of what to make the sandbox's root, and who it is.
 
 Drives are named as `Drive.name` of the VM (its serial number, /sys/block/*/serial),
+`part@NAME` for a partition of a read-only disk,
 `@N` for the N-th disk in the guest's own order (from 0), or `pmem@N` for the N-th persistent memory device.
 """
 
