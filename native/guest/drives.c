@@ -26,23 +26,6 @@ static bool by_serial(const char *name, char *path, size_t room) {
     return found;
 }
 
-/* A partition by its name in the partition table: several read-only drives may come as one disk. */
-static bool by_partition(const char *name, char *path, size_t room) {
-    DIR *disks = opendir("/sys/class/block");
-    char wanted[64];
-    bool found = false;
-    snprintf(wanted, sizeof wanted, "\nPARTNAME=%s\n", name);
-    for (struct dirent *entry; disks && !found && (entry = readdir(disks));) {
-        char file[300], event[1024];
-        snprintf(file, sizeof file, "sys/class/block/%s/uevent", entry->d_name);
-        if (entry->d_name[0] == '.' || !machine_read(file, event, sizeof event)) continue;
-        found = strstr(event, wanted) != NULL;
-        if (found) snprintf(path, room, "/dev/%s", entry->d_name);
-    }
-    if (disks) closedir(disks);
-    return found;
-}
-
 /* A partition by its name, of a read-only disk: on others the name may be the sandbox's own. */
 static bool by_partition(const char *name, char *path, size_t room) {
     DIR *disks = opendir("/sys/class/block");
@@ -73,7 +56,6 @@ bool drive_find(const char *name, char *path, size_t room, struct problem *probl
         bool there = true;
         if (name[0] == '@') by_number(strtoul(name + 1, NULL, 10), path, room);
         else if (strncmp(name, "pmem@", 5) == 0) snprintf(path, room, "/dev/pmem%lu", strtoul(name + 5, NULL, 10));
-        else if (strncmp(name, "part@", 5) == 0) there = by_partition(name + 5, path, room);
         else if (strncmp(name, "part@", 5) == 0) there = by_partition(name + 5, path, room);
         else there = by_serial(name, path, room);
         if (there && access(path, F_OK) == 0) return true;
