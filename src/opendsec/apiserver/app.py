@@ -12,12 +12,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 from opendsec.apiserver import image_routes
 from opendsec.apiserver.batches import Batches
+from opendsec.apiserver.call_routes import CallRoutes
+from opendsec.apiserver.calls import Calls
 from opendsec.apiserver.contract import described
 from opendsec.apiserver.creating import Creating
 from opendsec.apiserver.creations import Creations
 from opendsec.apiserver.database import open_database
 from opendsec.apiserver.edges import Edges
 from opendsec.apiserver.forward import Forward
+from opendsec.apiserver.fusion_door import FusionDoor
 from opendsec.apiserver.iam import RIGHTS, Iam
 from opendsec.apiserver.images import Images
 from opendsec.apiserver.link import PATIENCE_S, EdgeLink
@@ -67,17 +70,20 @@ async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> As
         listing=Listing(edges),
     )
     forward = Forward(edges.links, project_of=_project_of, rights_of=_rights_of)
+    calls = CallRoutes(Calls(edges))
+    door = FusionDoor(iam.verify, anonymous_project=settings.run_code_project)
     with contextlib.closing(storage), contextlib.closing(edges):
         async with asyncio.TaskGroup() as group:
             reclaiming = group.create_task(reclaimer.run())
-            yield make_app(
+            app = make_app(
                 [*ROUTES, *image_routes.ROUTES, *described()],
                 title="OpenDSec",
                 version=_version(),
-                verify=iam.verify,
-                raw=forward.route,
+                verify=door.verify,
+                raw=lambda scope: forward.route(scope) or calls.route(scope),
                 state={"parts": parts, "images": Images(edges)},
             )
+            yield door.before(app)
             reclaiming.cancel()
 
 

@@ -1,7 +1,7 @@
-"""The endpoints of one sandbox, as data: what OpenAPI says about the paths the forwarder passes on.
+"""The endpoints of one sandbox and of calls, as data: what OpenAPI says about the paths that are passed on.
 
-The forwarder answers these paths before Litestar sees them; the handlers made here only carry the description. The
-edge owns their behaviour, `wire.contracts` their meaning.
+Forwarder and call routes answer these paths before Litestar sees them; the handlers made here only carry the
+description. The edge owns their behaviour, `wire.contracts` their meaning.
 """
 
 from __future__ import annotations
@@ -17,8 +17,10 @@ from litestar.handlers import HTTPRouteHandler
 from litestar.params import BodyKwarg, FromPath, QueryParameter
 
 from opendsec import errors
+from opendsec.apiserver.fusion import RUN_CODE
 from opendsec.model.command import CommandStatus, ExecRequest, PtySize
 from opendsec.model.file import FileStat
+from opendsec.model.fncall import FnCallResult, FnCallSpec
 from opendsec.model.node import SandboxStatus
 from opendsec.wire import contracts as wire
 
@@ -40,6 +42,7 @@ class Endpoint:
     """A dataclass, or bytes for a raw or streamed answer."""
     media_type: str = MediaType.JSON
     status: int = 200
+    tag: str = "one sandbox"
     query: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -151,6 +154,31 @@ ENDPOINTS: tuple[Endpoint, ...] = (
     Endpoint(
         method="POST", path=_ID + "/files/chmod", summary="Change mode bits", body=wire.FileRequest, answer=FileStat
     ),
+    Endpoint(
+        method="POST",
+        path="/v1/fncalls",
+        summary="Carry out one short call; answers when it has ended",
+        body=FnCallSpec,
+        answer=FnCallResult,
+        tag="calls",
+    ),
+    Endpoint(
+        method="POST",
+        path="/v1/fncall-batches",
+        summary="Carry out up to 32,768 calls: NDJSON of FnCallItem as they end, in any order",
+        body=wire.FnCallBatch,
+        answer=bytes,
+        media_type=wire.NDJSON_MEDIA_TYPE,
+        tag="calls",
+    ),
+    Endpoint(
+        method="POST",
+        path=RUN_CODE,
+        summary="SandboxFusion's run_code (docs/howto/fncall.md)",
+        body=bytes,
+        answer=bytes,
+        tag="calls",
+    ),
 )
 
 
@@ -169,7 +197,9 @@ def _handler(endpoint: Endpoint) -> HTTPRouteHandler:
     async def forwarded(**_values: object) -> None:
         raise errors.OpenDSecError("a sandbox's endpoint reached the apiserver's own routes")
 
-    kinds: dict[str, Any] = {"sandbox_id": FromPath[str]}
+    kinds: dict[str, Any] = {}
+    if "sandbox_id" in endpoint.path:
+        kinds["sandbox_id"] = FromPath[str]
     if "command_id" in endpoint.path:
         kinds["command_id"] = FromPath[str]
     kinds.update({name: _marked(kind, QueryParameter()) for name, kind in endpoint.query.items()})
@@ -197,5 +227,5 @@ def _handler(endpoint: Endpoint) -> HTTPRouteHandler:
         status_code=endpoint.status,
         media_type=endpoint.media_type,
         summary=endpoint.summary,
-        tags=["one sandbox"],
+        tags=[endpoint.tag],
     )(forwarded)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Mapping
+from dataclasses import replace
 
 from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
@@ -55,10 +56,7 @@ class Edges:
                 self._views = {task.result().name: task.result() for task in asked}
                 self._placed = {}
                 self._fresh_until = now() + VIEW_AGE_S
-        return [
-            EdgeView(name=view.name, live=view.live + self._placed.get(view.name, 0), accepting=view.accepting)
-            for view in self._views.values()
-        ]
+        return [replace(view, live=view.live + self._placed.get(view.name, 0)) for view in self._views.values()]
 
     async def _ask(self, link: EdgeLink) -> EdgeView:
         try:
@@ -66,8 +64,16 @@ class Edges:
                 _, body = await link.call("GET", "/v1/node")
             report = codec.decode_answer(body, NodeReport)
         except (TimeoutError, errors.OpenDSecError):
-            return EdgeView(name=link.name, accepting=False)
-        return EdgeView(name=link.name, live=report.live + report.creating, accepting=report.accepting)
+            return EdgeView(name=link.name, accepting=False, takes_calls=False)
+        calls = report.backends.get("fncall")
+        return EdgeView(
+            name=link.name,
+            live=report.live + report.creating,
+            accepting=report.accepting,
+            calls=0 if calls is None else calls.live,
+            takes_calls=calls is not None and calls.available,
+            gpu=calls is not None and "gpu" in calls.capabilities,
+        )
 
     def close(self) -> None:
         """Close idle connections."""

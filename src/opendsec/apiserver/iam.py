@@ -22,14 +22,13 @@ import sqlalchemy as sa
 from opendsec import errors
 from opendsec.apiserver.schema import api_keys, projects
 from opendsec.apiserver.storage import Storage
-from opendsec.model.ids import new_token
+from opendsec.model.ids import PROJECT_NAME, new_token
 from opendsec.wire.contracts import RIGHT_BUILD
 
 KEY_PREFIX = "odk_"
 CACHE_S = 5.0
 _MAX_CACHED = 10_000
 _KEY = re.compile(KEY_PREFIX + r"[A-Za-z0-9_-]{43}\Z")
-_PROJECT = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 
 
 class Right(StrEnum):
@@ -96,7 +95,7 @@ class Project:
 
 def check_project_name(name: str) -> str:
     """The name itself if it is 1 to 63 lower-case letters, digits and inner dashes, else InvalidSpecError."""
-    if not _PROJECT.match(name):
+    if not PROJECT_NAME.match(name):
         raise errors.InvalidSpecError(
             f"project: {name[:80]!r} is not 1 to 63 lower-case letters, digits and inner dashes",
             detail={"field": "project"},

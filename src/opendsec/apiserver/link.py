@@ -42,15 +42,15 @@ class EdgeLink:
 
     # --- connections ---
 
-    async def connection(self, *, sandbox_id: str = "") -> EdgeConnection:
-        """An open connection; waits up to `patience_s` for an edge that is away, then raises SandboxLostError or
-        ConnectError."""
+    async def connection(self, *, sandbox_id: str = "", patience_s: float | None = None) -> EdgeConnection:
+        """An open connection; waits up to `patience_s` (None: the link's; 0: not) for an edge that is away, then raises
+        SandboxLostError or ConnectError."""
         while self._idle:
             kept = self._idle.pop()
             if not kept.lost:
                 return kept
         loop = asyncio.get_running_loop()
-        give_up = loop.time() + self.patience_s
+        give_up = loop.time() + (self.patience_s if patience_s is None else patience_s)
         pause = _FIRST_PAUSE_S
         while True:
             try:

@@ -20,6 +20,10 @@ class EdgeView:
     name: str
     live: int = 0
     accepting: bool = True
+    calls: int = 0
+    """FnCalls that run or wait there, ours and others'."""
+    takes_calls: bool = True
+    gpu: bool = False
 
 
 def order(views: Sequence[EdgeView], *, seed: int) -> tuple[str, ...]:
@@ -27,6 +31,21 @@ def order(views: Sequence[EdgeView], *, seed: int) -> tuple[str, ...]:
     shuffled = sorted(views, key=lambda view: view.name)
     random.Random(seed).shuffle(shuffled)  # noqa: S311 - spreading load, not guarding anything
     return tuple(view.name for view in sorted(shuffled, key=lambda view: (not view.accepting, view.live)))
+
+
+def order_for_calls(
+    views: Sequence[EdgeView], under_way: Mapping[str, int], *, seed: int, gpu: bool = False
+) -> tuple[str, ...]:
+    """Every edge, best first for one call: those that carry out calls, with a GPU if one is wanted, then the fewest
+    calls. `under_way`: our own, which are newer than a view.
+    """
+    shuffled = sorted(views, key=lambda view: view.name)
+    random.Random(seed).shuffle(shuffled)  # noqa: S311 - spreading load, not guarding anything
+
+    def rank(view: EdgeView) -> tuple[bool, bool, int]:
+        return not view.takes_calls, gpu and not view.gpu, max(view.calls, under_way.get(view.name, 0))
+
+    return tuple(view.name for view in sorted(shuffled, key=rank))
 
 
 def split(count: int, views: Sequence[EdgeView]) -> dict[str, int]:
@@ -58,6 +77,15 @@ def may_try_elsewhere(error: errors.OpenDSecError) -> bool:
             errors.ImageNotFoundError,
         ),
     )
+
+
+def call_may_go_elsewhere(error: errors.OpenDSecError) -> bool:
+    """As `may_try_elsewhere`, for a call: it leaves nothing behind, so a fault of the node counts too, and a GPU may be
+    elsewhere.
+    """
+    if isinstance(error, errors.UnsupportedError):
+        return error.detail.get("field") == "gpu"
+    return may_try_elsewhere(error) or isinstance(error, errors.NodeError)
 
 
 def refusal(reasons: Mapping[str, errors.OpenDSecError]) -> errors.OpenDSecError:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import InvalidSpecError
-from opendsec.model.ids import check_edge_name
+from opendsec.model.ids import PROJECT_NAME, check_edge_name
 from opendsec.server.runner import Address, parse_address
 
 DEFAULT_LISTEN = "127.0.0.1:8700"
@@ -28,6 +28,8 @@ class Settings:
     edge_token: str = ""
     """What edges on host:port ask for; edges behind a Unix socket need none."""
     log_level: str = "info"
+    run_code_project: str = ""
+    """Project for which `/run_code` is carried out without a key; "": a key is needed."""
 
 
 def edge_socket(run_dir: Path, edge: str) -> Path:
@@ -65,7 +67,17 @@ def from_environment(environment: Mapping[str, str]) -> Settings:
         database_url=environment.get("OPENDSEC_DATABASE_URL") or f"sqlite:///{database_file(state_dir)}",
         edge_token=token,
         log_level=environment.get("OPENDSEC_LOG_LEVEL") or "info",
+        run_code_project=_project(environment.get("OPENDSEC_RUN_CODE_PROJECT", "")),
     )
+
+
+def _project(name: str) -> str:
+    if name and not PROJECT_NAME.match(name):
+        raise InvalidSpecError(
+            f"OPENDSEC_RUN_CODE_PROJECT: {name[:80]!r} is not a project's name",
+            detail={"field": "OPENDSEC_RUN_CODE_PROJECT"},
+        )
+    return name
 
 
 def database_file(state_dir: Path) -> Path:

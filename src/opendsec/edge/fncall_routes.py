@@ -11,16 +11,15 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
 from opendsec import errors
 from opendsec.edge.requests import DEFAULT_PROJECT, project_of, timeout_of
 from opendsec.fncall.base import FnCalls
-from opendsec.model.fncall import MAX_CALLS, FnCallResult, FnCallSpec
+from opendsec.model.fncall import FnCallResult, FnCallSpec
 from opendsec.model.fncall_check import check_call
 from opendsec.server.asgi import Receive, Scope, Send, read_body, request_id, send_json
 from opendsec.server.streams import send_stream, while_connected
 from opendsec.wire import codec
+from opendsec.wire.calls import split_batch
 from opendsec.wire.contracts import (
     HEADER_TIMEOUT,
     MAX_CALLS_BODY,
@@ -36,13 +35,6 @@ BACKLOG_LINES = 32
 ROOM_WAIT_S = 30.0
 """How long a call of a batch waits for room: its caller waits for the whole batch anyway."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
-
-
-class _RawBatch(msgspec.Struct, forbid_unknown_fields=True):
-    """A FnCallBatch whose calls are decoded one by one, so that a wrong one fails alone."""
-
-    calls: list[msgspec.Raw]
-    indexes: list[int] = []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +74,16 @@ class FnCallRoutes:
     async def batch(self, scope: Scope, receive: Receive, send: Send) -> None:
         """POST fncall-batches"""
         engine = self._engine
-        batch = read_batch(await read_body(scope, receive, limit=MAX_CALLS_BODY))
+        calls, indexes = split_batch(await read_body(scope, receive, limit=MAX_CALLS_BODY))
         timeout_s = timeout_of(scope)
         asked = _Asked(
             project=project_of(scope) or DEFAULT_PROJECT,
             request_id=request_id(scope),
             give_up=None if timeout_s is None else asyncio.get_running_loop().time() + timeout_s,
         )
-        await send_stream(receive, send, self._lines(engine, batch, asked), media_type=NDJSON_MEDIA_TYPE)
+        await send_stream(
+            receive, send, self._lines(engine, calls, indexes or range(len(calls)), asked), media_type=NDJSON_MEDIA_TYPE
+        )
 
     async def _within(self, engine: FnCalls, spec: FnCallSpec, project: str, timeout_s: float | None) -> FnCallResult:
         try:
@@ -101,14 +95,16 @@ class FnCallRoutes:
                 remedy=f"give it more time with {HEADER_TIMEOUT}",
             ) from None
 
-    async def _lines(self, engine: FnCalls, batch: _RawBatch, asked: _Asked) -> AsyncGenerator[bytes]:
+    async def _lines(
+        self, engine: FnCalls, calls: Sequence[bytes], indexes: Sequence[int], asked: _Asked
+    ) -> AsyncGenerator[bytes]:
         lines: asyncio.Queue[bytes] = asyncio.Queue(BACKLOG_LINES)
-        todo = iter(enumerate(batch.calls))
-        left = len(batch.calls)
+        todo = zip(indexes, calls, strict=True)
+        left = len(calls)
 
         async def run() -> None:
-            for position, raw in todo:
-                item = await self._item(engine, position, raw, batch.indexes, asked)
+            for index, call in todo:
+                item = await self._item(engine, index, call, asked)
                 await lines.put(codec.encode(item) + b"\n")
 
         async with asyncio.TaskGroup() as group:
@@ -125,12 +121,9 @@ class FnCallRoutes:
                     task.cancel()
         yield codec.encode(FnCallItem(done=True)) + b"\n"
 
-    async def _item(
-        self, engine: FnCalls, position: int, raw: msgspec.Raw, indexes: Sequence[int], asked: _Asked
-    ) -> FnCallItem:
-        index = indexes[position] if indexes else position
+    async def _item(self, engine: FnCalls, index: int, call: bytes, asked: _Asked) -> FnCallItem:
         try:
-            spec = _call_of(raw, index)
+            spec = _call_of(call, index)
             return FnCallItem(index=index, result=await self._with_room(engine, spec, asked))
         except errors.OpenDSecError as exc:
             exc.request_id = asked.request_id
@@ -152,28 +145,10 @@ class FnCallRoutes:
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 
 
-def read_batch(body: bytes) -> _RawBatch:
-    """The batch, its calls not yet decoded. Raises InvalidSpecError naming the field."""
-    try:
-        batch = msgspec.json.decode(body, type=_RawBatch)
-    except msgspec.DecodeError as exc:
-        raise codec.refusal(exc) from exc
-    if not 1 <= len(batch.calls) <= MAX_CALLS:
-        raise errors.InvalidSpecError(
-            f"calls: {len(batch.calls)} is not between 1 and {MAX_CALLS}", detail={"field": "calls"}
-        )
-    if batch.indexes and len(set(batch.indexes)) != len(batch.calls):
-        raise errors.InvalidSpecError(
-            f"indexes: {len(set(batch.indexes))} different ones for {len(batch.calls)} calls",
-            detail={"field": "indexes"},
-        )
-    return batch
-
-
-def _call_of(raw: msgspec.Raw, index: int) -> FnCallSpec:
+def _call_of(call: bytes, index: int) -> FnCallSpec:
     """Raises InvalidSpecError whose field names the call too."""
     try:
-        return check_call(codec.decode(bytes(raw), FnCallSpec))
+        return check_call(codec.decode(call, FnCallSpec))
     except errors.InvalidSpecError as exc:
         field = exc.detail.get("field", "")
         exc.detail = {**exc.detail, "field": f"calls[{index}].{field}", "index": index}

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import parse_qsl
 
 from litestar import Request, get, patch, post
+from litestar.params import FromPath, JSONBody
 
 from opendsec import errors
 from opendsec.edge.exec_routes import ExecRoutes
@@ -159,7 +160,7 @@ def _node(request: _Asked) -> Node:
     return node
 
 
-def _sandbox(request: _Asked, sandbox_id: str) -> Sandbox:
+def _sandbox(request: _Asked, sandbox_id: FromPath[str]) -> Sandbox:
     return _node(request).get(sandbox_id, project=project_of(request.scope))  # type: ignore[arg-type]
 
 
@@ -225,13 +226,13 @@ def _states(text: str) -> frozenset[SandboxState]:
 
 
 @get("/v1/sandboxes/{sandbox_id:str}", summary="One sandbox, also for a while after its end")
-async def get_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+async def get_sandbox(request: _Asked, sandbox_id: FromPath[str]) -> SandboxStatus:
     """With its memory in use."""
     return _sandbox(request, sandbox_id).status(with_usage=True)
 
 
 @patch("/v1/sandboxes/{sandbox_id:str}", summary="Change lifetime and labels")
-async def update_sandbox(request: _Asked, sandbox_id: str, data: UpdateRequest) -> SandboxStatus:
+async def update_sandbox(request: _Asked, sandbox_id: FromPath[str], data: JSONBody[UpdateRequest]) -> SandboxStatus:
     """Fields left out stay."""
     sandbox = _sandbox(request, sandbox_id)
     if data.lifetime is not None:
@@ -244,7 +245,7 @@ async def update_sandbox(request: _Asked, sandbox_id: str, data: UpdateRequest) 
 
 
 @post("/v1/sandboxes/{sandbox_id:str}/pause", status_code=200, summary="Stop using CPU, keep everything")
-async def pause_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+async def pause_sandbox(request: _Asked, sandbox_id: FromPath[str]) -> SandboxStatus:
     """Answered when it is paused. Any operation resumes it."""
     sandbox = _sandbox(request, sandbox_id)
     await sandbox.pause()
@@ -252,7 +253,7 @@ async def pause_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
 
 
 @post("/v1/sandboxes/{sandbox_id:str}/resume", status_code=200, summary="Undo pause")
-async def resume_sandbox(request: _Asked, sandbox_id: str) -> SandboxStatus:
+async def resume_sandbox(request: _Asked, sandbox_id: FromPath[str]) -> SandboxStatus:
     """Answered when it runs."""
     sandbox = _sandbox(request, sandbox_id)
     await sandbox.resume()

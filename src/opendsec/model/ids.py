@@ -20,6 +20,7 @@ CommandId = NewType("CommandId", str)
 _EDGE = r"[a-z0-9](?:[a-z0-9]{0,30}[a-z0-9])?"
 _EDGE_PATTERN = re.compile(rf"{_EDGE}\Z")
 _SANDBOX_PATTERN = re.compile(rf"sbx-({_EDGE})-[a-z2-7]{{16}}\Z")
+PROJECT_NAME = re.compile(r"[a-z0-9](?:[a-z0-9-]{0,61}[a-z0-9])?\Z")
 _NAME_PATTERN = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,254}\Z")
 
 
