@@ -15,8 +15,9 @@ from typing import Any
 from tests.images import make_busybox_image, make_scratch_image
 
 from opendsec.backends.base import Backend, Running, StartPlan
-from opendsec.backends.container import FORWARDING, ContainerBackend
+from opendsec.backends.container import ContainerBackend
 from opendsec.backends.dummy import DummyBackend
+from opendsec.backends.ground import FORWARDING
 from opendsec.guest.base import Exit, Guest, Output, StartCommand, StdinTaken
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.linux.network import SandboxNetwork

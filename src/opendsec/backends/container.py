@@ -24,6 +24,7 @@ from opendsec.backends.base import Backend, Capability, Changes, Handle, Running
 from opendsec.backends.container_policy import HOSTNAME, Shared, host_root, launch_plan
 from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import Templates, find_resolvers
+from opendsec.backends.ground import Ground, network_of
 from opendsec.errors import (
     BackendUnavailableError,
     DiskFullError,
@@ -37,11 +38,11 @@ from opendsec.errors import (
 from opendsec.guest.base import Guest, GuestLostError
 from opendsec.guest.channel import connect
 from opendsec.linux import process
-from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, choose_driver, find_mounts
+from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
-from opendsec.linux.node_number import SLOTS, NodeNumber, claim
+from opendsec.linux.node_number import SLOTS, NodeNumber
 from opendsec.linux.probe import CONTAINER_NEEDS, Remembered
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.ids import SandboxId
@@ -59,8 +60,6 @@ UPPER = "upper"
 MAX_SOCKET_PATH = 107
 """unix(7)"""
 BACKLOG = 16
-FORWARDING = Path("/run/opendsec.ip_forward")
-"""Of all edges of this kernel: what net.ipv4.ip_forward was before the first of them needed it."""
 FULL_BELOW_BYTES = 1024 * 1024
 """A file system keeps some blocks back: ext4 refuses a large write with 650 to 850 KiB free."""
 _ALWAYS = (
@@ -83,7 +82,8 @@ class ContainerBackend(Backend):
     """`layers` mounts images; `state_dir` and `run_dir` are this edge's own, beside the directories of each start.
 
     Edges that share a kernel each claim a number (`linux.node_number`): user ids, addresses, link names and control
-    groups follow from it. `cgroup_root` names another top directory for the control groups, `network` another network.
+    groups follow from it. `cgroup_root` names another top directory for the control groups, `network` another network,
+    `ground` what it shares with other backends of the same edge.
     """
 
     kind = BackendKind.CONTAINER
@@ -96,11 +96,12 @@ class ContainerBackend(Backend):
         run_dir: Path,
         cgroup_root: str | None = None,
         network: SandboxNetwork | None = None,
+        ground: Ground | None = None,
     ) -> None:
         self._layers = layers
         self._state_dir = state_dir
         self._run_dir = run_dir
-        self._cgroup_root = cgroup_root
+        self._ground = ground or Ground(state_dir, cgroup_root=cgroup_root)
         self._templates = Templates(run_dir / "templates", hostname=HOSTNAME)
         self._launcher = Launcher()
         self._given_network = network
@@ -141,11 +142,8 @@ class ContainerBackend(Backend):
         if refused:
             self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
         try:
-            mounts = find_mounts()
-            self._number = await claim(mounts.unified, owner=str(self._state_dir.resolve()), root=self._cgroup_root)
-            self._network = self._given_network or _network_of(self._number)
-            self._driver = choose_driver(mounts, root=self._number.root)
-            self._driver.open()
+            self._number, self._driver = await self._ground.enter()
+            self._network = self._given_network or network_of(self._number)
             self._templates.open(resolvers=resolvers)
             guest = os.open(install_guest(self._state_dir), os.O_PATH | os.O_CLOEXEC)
             self._shared = Shared(dev=self._templates.dev, sys=self._templates.sys, guest=guest)
@@ -168,15 +166,8 @@ class ContainerBackend(Backend):
 
     def _let_go(self) -> None:
         """Control groups and the claim stay while a sandbox lives on."""
-        if self._number is None:
-            return
-        if self._driver is not None and not self._driver.names():
-            self._driver.remove_root()
-            self._number.release()
-        else:
-            self._number.close()
         if self._driver is not None:
-            self._driver.close()
+            self._ground.leave(self._driver)
         self._driver = self._number = None
 
     def host_root(self, slot: int) -> int:
@@ -461,10 +452,6 @@ class ContainerBackend(Backend):
 def _disk_of(plan: StartPlan) -> Path:
     """A path on the file system the sandbox writes to."""
     return plan.state_dir / MOUNT if plan.spec.resources.disk_limit_mb is not None else plan.state_dir
-
-
-def _network_of(number: NodeNumber) -> SandboxNetwork:
-    return SandboxNetwork(state_file=FORWARDING, prefix=number.prefix, links=number.links, table=number.table)
 
 
 def _is_online(spec: SandboxSpec) -> bool:

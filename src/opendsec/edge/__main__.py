@@ -34,6 +34,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from opendsec import errors
+from opendsec.backends.ground import Ground
 from opendsec.edge.backends import Means, make_backends
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
@@ -142,7 +143,7 @@ def _means(settings: EdgeSettings, store: ImageStore | RemoteStore, layers: Laye
         state_dir=settings.node.state_dir,
         host_state_dir=settings.state_dir,
         run_dir=settings.run_dir / "edge" / settings.node.edge,
-        cgroup_root=settings.cgroup,
+        ground=Ground(settings.node.state_dir, cgroup_root=settings.cgroup),
     )
 
 

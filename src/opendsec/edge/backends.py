@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.backends.base import Backend
+from opendsec.backends.ground import Ground
 from opendsec.model.spec import BackendKind
 from opendsec.store.mounts import LayerMounts
 
@@ -30,8 +31,8 @@ class Means:
     probes)."""
     run_dir: Path
     """Of this edge, on a tmpfs."""
-    cgroup_root: str | None
-    """Top control group; None: the backend's choice."""
+    ground: Ground
+    """What the backends of one edge share: its number, and the top control group."""
 
 
 def _dummy(_means: Means) -> Backend:
@@ -43,9 +44,7 @@ def _dummy(_means: Means) -> Backend:
 def _container(means: Means) -> Backend:
     from opendsec.backends.container import ContainerBackend
 
-    return ContainerBackend(
-        layers=means.layers, state_dir=means.state_dir, run_dir=means.run_dir, cgroup_root=means.cgroup_root
-    )
+    return ContainerBackend(layers=means.layers, state_dir=means.state_dir, run_dir=means.run_dir, ground=means.ground)
 
 
 FACTORIES: Mapping[BackendKind, Callable[[Means], Backend]] = {
