@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 
-from opendsec.errors import ImageError, ImageInvalidError, InvalidSpecError
+from opendsec.errors import ImageError, ImageInvalidError, InvalidSpecError, NotFoundError, SnapshotInvalidError
 from opendsec.store.chunks import DIGEST_BYTES, chunk_count, make_table, table_digest
 from opendsec.store.compose import split_reference
 from opendsec.store.durable import link_into, sync_directory, write_synced
@@ -45,6 +45,7 @@ from opendsec.store.layout import (
 from opendsec.store.manifest import Manifest, decode_manifest, decode_tag, digest_of, hex_of, name_of_tag_file
 from opendsec.store.progress import OnProgress, Progress, quietly
 from opendsec.store.references import tag_files
+from opendsec.store.snapshots import snapshots_of
 from opendsec.store.staging import locked
 
 _THREADS = min(8, (os.cpu_count() or 1) + 1)
@@ -140,6 +141,7 @@ class _Check:
         # Names first: what one means was there before it, and nobody collects meanwhile.
         found = [*_unknown_files(layout), *self._read_tags(), *self._list_content(), *self._read_manifests()]
         found += self._check_bytes()
+        found += self._check_snapshots()
         found += self._missing()
         found += self._dangling()
         users = self._users()
@@ -213,6 +215,25 @@ class _Check:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
         return sorted(found, key=lambda one: one.file)
+
+    def _check_snapshots(self) -> Iterator[Finding]:
+        """Saved sandboxes: their files, and the layers they need."""
+        snapshots = snapshots_of(self.store)
+        for project, name in snapshots.everything():
+            file = f"snapshots/{project}/{name}"
+            try:
+                if not self.quick:
+                    snapshots.verify(project, name, on_progress=self.on_progress)
+                lacking = files_of_layers(snapshots.get(project, name).image_layers) - self.sizes.keys()
+            except NotFoundError:
+                continue  # removed meanwhile
+            except SnapshotInvalidError as error:
+                yield Finding(fault=Fault.DAMAGED, file=file, sentence=error.message)
+            except OSError as error:
+                yield _unreadable(file, error)
+            else:
+                for one in sorted(lacking):
+                    yield Finding(fault=Fault.MISSING, file=one, sentence=f"the snapshot {file} needs it")
 
     def _missing(self) -> list[Finding]:
         """What images that have a name, or are named by digest by such, lack."""
@@ -363,7 +384,7 @@ def _chunks_that_differ(table: bytes, found: bytes) -> int:
 def _unknown_files(layout: Layout) -> Iterator[Finding]:
     """What lies beside the store's own directories and files."""
     ours = {path.relative_to(layout.root).parts[0] for path in layout.directories()}
-    ours |= {path.name for path in (layout.staging, layout.damaged, layout.unreferenced)}
+    ours |= {path.name for path in (layout.staging, layout.damaged, layout.unreferenced, layout.snapshots)}
     ours |= {path.name for path in (layout.lock, layout.keeping_lock)} | set(HINTS)
     above = [layout.root, *(layout.content(kind).parent for kind in CONTENT)]
     for directory in above:

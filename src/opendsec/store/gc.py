@@ -31,7 +31,7 @@ from opendsec.store.leases import LEASE_S, Lease, read_leases
 from opendsec.store.loading.profiles import forget_profiles
 from opendsec.store.manifest import decode_manifest, hex_of
 from opendsec.store.progress import OnProgress, Progress, quietly
-from opendsec.store.references import Needed, needed_by_tags
+from opendsec.store.references import Needed, needed_by_snapshots, needed_by_tags
 from opendsec.store.staging import SILENT_S, file_system_time, locked
 
 GRACE_S = 3600.0
@@ -170,7 +170,7 @@ class _Collection:
         self._on_progress(Progress(phase="looking at content"))
         content = _sizes(self._layout)
         self._on_progress(Progress(phase="reading manifests"))
-        named = needed_by_tags(self._layout) | self._claimed(self._half_done(content))
+        named = self._named() | self._claimed(self._half_done(content))
         needed = named | leased
         lost_at: dict[str, float] = {}
         for name, at in (*self._old_claims.items(), *_times(self._layout.removed).items()):
@@ -184,6 +184,9 @@ class _Collection:
             now=self._now,
         )
         return facts, named
+
+    def _named(self) -> set[str]:
+        return needed_by_tags(self._layout) | needed_by_snapshots(self._layout)
 
     def _files_of(self, manifest: str) -> set[str]:
         """What a nameless manifest needs: of a damaged one, itself."""
@@ -264,7 +267,7 @@ class _Collection:
         return looked_at, [file for file in moved if file not in held]
 
     def _held(self) -> set[str]:
-        return self._claimed(self._new_claims()) | self._leased()
+        return self._claimed(self._new_claims()) | self._leased() | needed_by_snapshots(self._layout)
 
     def _remember(self, waiting: Mapping[str, float]) -> None:
         """If this is lost, or the disk too full for it, grace periods of what has no other record begin anew."""

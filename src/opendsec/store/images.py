@@ -8,6 +8,7 @@
     <root>/claims/<hex>.<token>           manifests published lately: what they need is not garbage (`gc`)
     <root>/removed/<hex>                  when a manifest last lost a name
     <root>/nodes/<node>.json              leases: what a node has mounted (`leases`)
+    <root>/snapshots/<project>/<name>/    saved sandboxes (`snapshots`); they need layers as images do
     <root>/staging/<token>/               work in progress of live processes, with `<token>.lock` beside it
     <root>/lock                           held for milliseconds while names change
     <root>/condemned/, unreferenced.json, keeping.lock      of collections and checks (`gc`, `fsck`)
@@ -90,7 +91,8 @@ class ImageStore:
         self._lock_file = self.layout.lock
         with disk_full_named(root):
             root.mkdir(mode=0o711, parents=True, exist_ok=True)
-            self.layout.staging.mkdir(mode=0o700, exist_ok=True)
+            for private in (self.layout.staging, self.layout.snapshots):
+                private.mkdir(mode=0o700, exist_ok=True)
             for directory in self.layout.directories():
                 directory.mkdir(mode=0o755, parents=True, exist_ok=True)
             reap_staging(self.layout.staging, self._lock_file)

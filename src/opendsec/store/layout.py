@@ -86,6 +86,11 @@ class Layout:
         return self.root / "nodes"
 
     @property
+    def snapshots(self) -> Path:
+        """Saved sandboxes, project by project (`opendsec.store.snapshots`)."""
+        return self.root / "snapshots"
+
+    @property
     def condemned(self) -> Path:
         """What is being collected; put back by whoever finds it."""
         return self.root / "condemned"

@@ -11,6 +11,7 @@ from opendsec.errors import ImageInvalidError
 from opendsec.store.compose import split_reference
 from opendsec.store.layout import Layout, files_of_layers, manifest_file
 from opendsec.store.manifest import Manifest, decode_manifest, decode_tag, name_of_tag_file
+from opendsec.store.snapshots import layers_of_snapshots
 
 
 class Needed:
@@ -53,6 +54,11 @@ def needed_by_tags(layout: Layout) -> set[str]:
     for path in tag_files(layout):
         _add_tag(needed, path)
     return needed.files
+
+
+def needed_by_snapshots(layout: Layout) -> set[str]:
+    """The layers of what saved sandboxes were started from. ImageInvalidError when that cannot be known."""
+    return files_of_layers(layers_of_snapshots(layout.snapshots))
 
 
 def _add_tag(needed: Needed, path: Path) -> None:

@@ -1,0 +1,30 @@
+"""What is told about snapshots: the saved memory, devices and disk of a sandbox, from which further ones start."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from opendsec.model.spec import BackendKind, SandboxSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotSummary:
+    """One line of a list."""
+
+    name: str
+    backend: BackendKind | None = None
+    """None with a `problem`."""
+    spec: SandboxSpec | None = None
+    """Of its source: image, resources, network; what a sandbox that starts from it gets."""
+    size_bytes: int = 0
+    """Of its files as they are read; those of memory that was never touched take no room."""
+    created_at: float = 0.0
+    """Unix time, seconds."""
+    source: str = ""
+    """Id of the sandbox it was made of."""
+    binding: str = ""
+    """What can read it: VMM, version, accelerator, processor model. Empty: any node."""
+    users: int = 0
+    """Sandboxes that were started from it and live."""
+    problem: str = ""
+    """Why it cannot be read; all else is empty then."""
