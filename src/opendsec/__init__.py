@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from opendsec.client._async.process import ProcessInput as ProcessInput
     from opendsec.client._async.process import ProcessOutput as ProcessOutput
     from opendsec.client._async.sandbox import Sandbox as Sandbox
+    from opendsec.client.fncall_args import DSecFnCallArgs as DSecFnCallArgs
     from opendsec.client.packed import PackedImage as PackedImage
     from opendsec.client.progress import TransferProgress as TransferProgress
     from opendsec.client.results import ShellResult as ShellResult
@@ -73,6 +74,15 @@ if TYPE_CHECKING:
     from opendsec.model.file import FileEventKind as FileEventKind
     from opendsec.model.file import FileKind as FileKind
     from opendsec.model.file import FileStat as FileStat
+    from opendsec.model.fncall import CallStatus as CallStatus
+    from opendsec.model.fncall import Case as Case
+    from opendsec.model.fncall import CaseOutcome as CaseOutcome
+    from opendsec.model.fncall import FnCallResult as FnCallResult
+    from opendsec.model.fncall import GpuMode as GpuMode
+    from opendsec.model.fncall import GpuRequest as GpuRequest
+    from opendsec.model.fncall import RunOutcome as RunOutcome
+    from opendsec.model.fncall import TaskType as TaskType
+    from opendsec.model.fncall import Verdict as Verdict
     from opendsec.model.image import ImagePart as ImagePart
     from opendsec.model.image_view import Change as Change
     from opendsec.model.image_view import Difference as Difference
@@ -93,7 +103,10 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendKind",
     "BackendUnavailableError",
+    "CallStatus",
     "CapacityError",
+    "Case",
+    "CaseOutcome",
     "Change",
     "CommandError",
     "CommandFailedError",
@@ -106,6 +119,7 @@ __all__ = [
     "ConnectError",
     "DSecClient",
     "DSecContainerRunArgs",
+    "DSecFnCallArgs",
     "DSecFullVMRunArgs",
     "DSecMicroVMRunArgs",
     "DSecRunArgs",
@@ -123,7 +137,10 @@ __all__ = [
     "FileKind",
     "FileStat",
     "Files",
+    "FnCallResult",
     "ForbiddenError",
+    "GpuMode",
+    "GpuRequest",
     "HostCapabilityError",
     "ImageDetails",
     "ImageError",
@@ -149,6 +166,7 @@ __all__ = [
     "QuotaExceededError",
     "RequestError",
     "Resources",
+    "RunOutcome",
     "Sandbox",
     "SandboxEnd",
     "SandboxError",
@@ -161,6 +179,7 @@ __all__ = [
     "SnapshotInvalidError",
     "StartError",
     "Started",
+    "TaskType",
     "TransferProgress",
     "TransportError",
     "TreeEntry",
@@ -169,6 +188,7 @@ __all__ = [
     "UnauthorizedError",
     "UnschedulableError",
     "UnsupportedError",
+    "Verdict",
 ]
 
 _PLACES = {
@@ -186,6 +206,7 @@ _PLACES = {
         "ProcessOutput",
     ),
     "opendsec.client._async.sandbox": ("Sandbox",),
+    "opendsec.client.fncall_args": ("DSecFnCallArgs",),
     "opendsec.client.packed": ("PackedImage",),
     "opendsec.client.progress": ("TransferProgress",),
     "opendsec.client.results": ("ShellResult",),
@@ -248,6 +269,17 @@ _PLACES = {
         "FileKind",
         "FileStat",
     ),
+    "opendsec.model.fncall": (
+        "CallStatus",
+        "Case",
+        "CaseOutcome",
+        "FnCallResult",
+        "GpuMode",
+        "GpuRequest",
+        "RunOutcome",
+        "TaskType",
+        "Verdict",
+    ),
     "opendsec.model.image": ("ImagePart",),
     "opendsec.model.image_view": (
         "Change",
@@ -267,7 +299,11 @@ _PLACES = {
         "Resources",
         "SandboxSpec",
     ),
-    "opendsec.wire.contracts": ("PackEvent", "PackResult", "TreeStatus"),
+    "opendsec.wire.contracts": (
+        "PackEvent",
+        "PackResult",
+        "TreeStatus",
+    ),
 }
 _PLACE_OF = {name: place for place, names in _PLACES.items() for name in names}
 

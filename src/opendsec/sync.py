@@ -11,6 +11,7 @@ from opendsec.client._sync.files import Files
 from opendsec.client._sync.images import Images
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
 from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client.fncall_args import DSecFnCallArgs
 from opendsec.client.packed import PackedImage
 from opendsec.client.progress import TransferProgress
 from opendsec.client.results import ShellResult
@@ -55,6 +56,17 @@ from opendsec.errors import (
 )
 from opendsec.model.command import CommandResult, CommandStatus, EndReason, PtySize
 from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
+from opendsec.model.fncall import (
+    CallStatus,
+    Case,
+    CaseOutcome,
+    FnCallResult,
+    GpuMode,
+    GpuRequest,
+    RunOutcome,
+    TaskType,
+    Verdict,
+)
 from opendsec.model.image import ImagePart
 from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
@@ -64,7 +76,10 @@ from opendsec.wire.contracts import PackEvent, PackResult, TreeStatus
 __all__ = [
     "BackendKind",
     "BackendUnavailableError",
+    "CallStatus",
     "CapacityError",
+    "Case",
+    "CaseOutcome",
     "Change",
     "CommandError",
     "CommandFailedError",
@@ -77,6 +92,7 @@ __all__ = [
     "ConnectError",
     "DSecClient",
     "DSecContainerRunArgs",
+    "DSecFnCallArgs",
     "DSecFullVMRunArgs",
     "DSecMicroVMRunArgs",
     "DSecRunArgs",
@@ -94,7 +110,10 @@ __all__ = [
     "FileKind",
     "FileStat",
     "Files",
+    "FnCallResult",
     "ForbiddenError",
+    "GpuMode",
+    "GpuRequest",
     "HostCapabilityError",
     "ImageDetails",
     "ImageError",
@@ -120,6 +139,7 @@ __all__ = [
     "QuotaExceededError",
     "RequestError",
     "Resources",
+    "RunOutcome",
     "Sandbox",
     "SandboxEnd",
     "SandboxError",
@@ -132,6 +152,7 @@ __all__ = [
     "SnapshotInvalidError",
     "StartError",
     "Started",
+    "TaskType",
     "TransferProgress",
     "TransportError",
     "TreeEntry",
@@ -140,4 +161,5 @@ __all__ = [
     "UnauthorizedError",
     "UnschedulableError",
     "UnsupportedError",
+    "Verdict",
 ]

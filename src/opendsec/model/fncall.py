@@ -6,6 +6,7 @@ never a status: a verdict that is not true of the program is worse than none.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -109,7 +110,9 @@ class FnCallSpec:
     wall_time_s: float = 20.0
     compile_time_s: float = 30.0
     memory_mb: int = 256
-    """MiB, of all processes of a run together."""
+    """MiB, of all processes of a run together; what it writes is memory too."""
+    processes: int = 128
+    """Processes and threads of a run at once, the first among them; another fork is refused."""
     output_kb: int = 1024
     """KiB of stdout and stderr each."""
     gpu: GpuRequest | None = None
@@ -160,3 +163,32 @@ class FnCallResult:
     """What `fetch` named and was there."""
     queued_s: float = 0.0
     """Before a container was free."""
+
+    @property
+    def ok(self) -> bool:
+        """It ended well, and every case of a judge call was accepted."""
+        return self.status is CallStatus.OK and all(case.verdict is Verdict.AC for case in self.cases)
+
+    @property
+    def verdict(self) -> Verdict | None:
+        """Of a judge call: AC, or the first other one; None when there were no cases."""
+        verdicts = [case.verdict for case in self.cases]
+        return next((verdict for verdict in verdicts if verdict is not Verdict.AC), verdicts[0] if verdicts else None)
+
+    @property
+    def stdout(self) -> str:
+        """Of the run, as UTF-8; bytes that are none become U+FFFD. "" when nothing was run."""
+        return "" if self.run is None else self.run.stdout.decode("utf-8", "replace")
+
+    @property
+    def stderr(self) -> str:
+        """Of what went wrong, the compiler or the run."""
+        failed = self.compile if self.run is None else self.run
+        return "" if failed is None else failed.stderr.decode("utf-8", "replace")
+
+    @property
+    def returned(self) -> object:
+        """`value` as Python has it. Raises ValueError when the call returned nothing: look at `status` first."""
+        if self.value is None:
+            raise ValueError(f"the call returned no value: {self.status.value}")
+        return json.loads(self.value)

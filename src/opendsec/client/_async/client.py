@@ -4,20 +4,24 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
 from opendsec.client._async.batch import batch_items
+from opendsec.client._async.connection import Lane
+from opendsec.client._async.fncalls import Outcome, call_outcomes
 from opendsec.client._async.images import Images
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
+from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
 from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
+from opendsec.model.fncall import FnCallResult
 from opendsec.model.ids import edge_of
 from opendsec.model.node import SandboxState, SandboxStatus
 from opendsec.model.spec import MAX_BATCH, check_seconds
@@ -258,6 +262,44 @@ class DSecClient:
         finally:
             if idempotency_key is None and len(told) < count:
                 await self._abandon(key, told)
+
+    async def fncall(self, args: DSecFnCallArgs, *, timeout: float | None = None) -> FnCallResult:
+        """Carry out one short call in a warm container and return how it went, whatever the program did.
+
+        `timeout`: seconds for all of it, waiting included; None: what its limits allow and a minute. A call leaves
+        nothing behind; after a lost connection it is asked for again, so its program may run twice.
+
+        Raises InvalidSpecError or UnsupportedError naming the field (a language or GPU the platform does not have),
+        ImageNotFoundError, NotFoundError (the artifact), CapacityError, DeadlineError, NodeError, TransportError.
+        """
+        check_seconds(timeout, "timeout")
+        spec = args.to_spec()
+        seconds = longest_s(spec) if timeout is None else timeout
+        return await self._transport.call(
+            "POST",
+            target("fncalls"),
+            FnCallResult,
+            value=spec,
+            headers={contracts.HEADER_TIMEOUT: f"{max(MIN_TIMEOUT_S, seconds):.3f}"},
+            timeout_s=seconds,
+            lane=Lane.LONG,
+        )
+
+    async def fncall_many(
+        self, calls: Iterable[DSecFnCallArgs], *, timeout: float | None = None
+    ) -> AsyncGenerator[Outcome, None]:
+        """Carry out many calls, thousands to a request; yields `(index, FnCallResult or error)` once for each, as they
+        end, in any order. A call that is wrong fails alone.
+
+        `timeout`: seconds for all of them, default one hour. Raises what `fncall` raises when a whole request fails.
+        Whoever stops iterating early ends what runs and begins no more: close the iterator (`contextlib.aclosing`) to
+        have that done at once. Reading slowly slows the calls down.
+        """
+        check_seconds(timeout, "timeout")
+        deadline = time.monotonic() + (BATCH_TIMEOUT_S if timeout is None else timeout)
+        async with aclosing(call_outcomes(self._transport, calls, deadline)) as outcomes:
+            async for outcome in outcomes:
+                yield outcome
 
     async def connect(self, sandbox_id: str) -> Sandbox:
         """A sandbox started earlier, by anybody of your project. Raises InvalidSpecError, NotFoundError."""

@@ -12,17 +12,17 @@ MAX_LINE_BYTES = 4 * 1024 * 1024
 
 
 def read_lines(
-    body: Body, *, deadline: float | None = None, silence_s: float = SILENCE_S
+    body: Body, *, deadline: float | None = None, silence_s: float = SILENCE_S, most: int = MAX_LINE_BYTES
 ) -> Generator[bytes, None, None]:
     """Each complete line without its end, empty ones left out. Ends when the body ends; a last line without end is
-    a cut."""
+    a cut. `most`: bytes of a line."""
     rest = b""
     while data := body.read(deadline=deadline, silence_s=silence_s):
         *lines, rest = (rest + data).split(b"\n")
         for line in lines:
             if line.strip():
                 yield line
-        if len(rest) > MAX_LINE_BYTES:
-            raise ProtocolError(f"a line of the answer is longer than {MAX_LINE_BYTES} bytes")
+        if len(rest) > most:
+            raise ProtocolError(f"a line of the answer is longer than {most} bytes")
     if rest.strip():
         raise TransportError("the answer was cut in the middle of a line")
