@@ -18,9 +18,10 @@ import pytest
 from tests import erofs_versions, registry
 from tests.shared_store import moosefs
 
-from opendsec.errors import ImageError
+from opendsec.errors import HostCapabilityError, ImageError
 from opendsec.linux import probe
 from opendsec.store.images import ImageStore
+from opendsec.vm.kernels import find_kernel
 
 STATE_DIR = Path(os.environ.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec"))
 COST_MARKERS = frozenset({"slow", "soak"})
@@ -54,12 +55,21 @@ def _qemu() -> str | None:
     return None
 
 
+def _vmkernel() -> str | None:
+    try:
+        find_kernel(STATE_DIR)
+    except HostCapabilityError as exc:
+        return f"{exc.message}; run `make kernel`"
+    return None
+
+
 _OWN: dict[str, Callable[[], str | None]] = {
     "native": _native,
     "erofs18": erofs_versions.missing,
     "image": _image,
     "kvm": _kvm,
     "moosefs": moosefs.missing,
+    "vmkernel": _vmkernel,
     "qemu": _qemu,
     "registry": registry.missing,
 }

@@ -39,6 +39,8 @@ class KernelFacts(msgspec.Struct, frozen=True, kw_only=True):
     """(file name, sha256) in the order they are loaded."""
     pvh: bool = True
     """QEMU's microvm machine can start it directly."""
+    command_line_devices: bool = True
+    """It finds virtio-mmio devices by its command line; else by ACPI tables only, which the VMM must then write."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
