@@ -1,0 +1,183 @@
+"""Memory of saved Firecracker machines: whole, or changes over a base.
+
+    machine.json   as every saved machine has it (`vm.saved`)
+    state          devices and processors, Firecracker's own
+    mem            guest memory: all of it, or the pages that changed since `base`, in place, the rest holes
+    base           the unchanged rest: a hard link to the memory file the machine was restored from, where that lies
+                   on the same file system (elsewhere machine.json names its path)
+    mem.sums       of a `mem` saved whole: a checksum for each 64 KiB, so that a page that comes late is still believed
+                   only when it is right
+
+Memory files are never written again, so a base stays what it was for everybody who relies on it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from opendsec.vm import sparse
+from opendsec.vm.base import Accelerator, Binding, MachineSpec
+from opendsec.vm.page_source import CHUNK, SUM_BYTES
+from opendsec.vm.saved import MANIFEST, SavedFile, SavedMachine, check_saved, checksum
+
+STATE, MEMORY, BASE, SUMS = "state", "mem", "base", "mem.sums"
+FILES: Final = (MANIFEST, f".{MANIFEST}", STATE, MEMORY, BASE, SUMS)
+
+
+class FileIdentity(msgspec.Struct, frozen=True, kw_only=True):
+    """A memory file as it was when a machine came to depend on it."""
+
+    path: str
+    device: int
+    inode: int
+    changed_ns: int
+
+    @classmethod
+    def of(cls, path: Path) -> FileIdentity:
+        """Raises OSError."""
+        status = path.stat()
+        return cls(path=str(path), device=status.st_dev, inode=status.st_ino, changed_ns=status.st_mtime_ns)
+
+    def is_there(self) -> bool:
+        """Whether the path still leads to it, unchanged."""
+        try:
+            return FileIdentity.of(Path(self.path)) == self
+        except OSError:
+            return False
+
+
+class Shape(msgspec.Struct, frozen=True, kw_only=True):
+    """What machine.json says of the machine itself."""
+
+    memory_mib: int
+    cpus: int
+    drives: tuple[tuple[str, bool], ...]
+    card: bool
+    balloon: bool
+
+    @classmethod
+    def of(cls, spec: MachineSpec) -> Shape:
+        """As `vm.saved` compares them."""
+        return cls(
+            memory_mib=spec.memory_mib,
+            cpus=spec.cpus,
+            drives=tuple((drive.name, drive.read_only) for drive in spec.drives),
+            card=spec.card is not None,
+            balloon=spec.balloon,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """A checked directory: where its files are."""
+
+    state: Path
+    layers: tuple[Path, ...]
+    """Memory files, topmost first: one, or changes and their base."""
+    sums: Path | None
+
+
+def check(directory: Path, binding: Binding, spec: MachineSpec) -> Saved:
+    """The files, if this node may go on from them as that machine. Raises SnapshotInvalidError naming what differs."""
+    machine = check_saved(directory, binding, spec)
+    layers = (directory / MEMORY, *((Path(machine.base),) if machine.base else ()))
+    has_sums = any(file.name == SUMS for file in machine.files)
+    return Saved(state=directory / STATE, layers=layers, sums=directory / SUMS if has_sums else None)
+
+
+def manifest(directory: Path, binding: Binding, shape: Shape, *, base: str) -> SavedMachine:
+    """Of the files that lie there. Blocking. Raises OSError."""
+    files = [
+        SavedFile(
+            name=name,
+            size=(directory / name).stat().st_size,
+            crc32=None if name == MEMORY else checksum(directory / name),
+        )
+        for name in (STATE, MEMORY, SUMS)
+        if (directory / name).exists()
+    ]
+    return SavedMachine(
+        vmm=binding.vmm,
+        version=binding.version,
+        accelerator=binding.accelerator.value,
+        cpu_model=binding.cpu_model,
+        **msgspec.structs.asdict(shape),
+        base=base,
+        base_size=Path(base).stat().st_size if base else 0,
+        files=tuple(files),
+    )
+
+
+def merge_changes(fresh: Path, older: tuple[Path, ...]) -> str:
+    """Make `fresh`, the pages that changed since the state `older` (memory files, topmost first) describes, stand on
+    one base: its path, "" when `fresh` is all there is. Blocking. Raises OSError.
+    """
+    if not older:
+        return ""
+    if len(older) > 1:
+        with _opened(fresh, os.O_RDWR) as target, _opened(older[0], os.O_RDONLY) as lower:
+            sparse.lay_under(lower, target)
+    link = fresh.with_name(BASE)
+    try:
+        os.link(older[-1], link)
+    except OSError:  # another file system, or one without links
+        return str(older[-1])
+    return str(link)
+
+
+def make_whole(memory: Path, base: str) -> None:
+    """Give a memory file all its pages, and checksums beside it. Blocking. Raises OSError."""
+    with _opened(memory, os.O_RDWR) as target:
+        if base:
+            with _opened(Path(base), os.O_RDONLY) as lower:
+                sparse.lay_under(lower, target)
+        zero = _sum(bytes(CHUNK))
+        held = {at // CHUNK for start, length in sparse.data_extents(target) for at in _chunks(start, length)}
+        with memory.with_name(SUMS).open("xb") as sums:
+            for index in range(os.fstat(target).st_size // CHUNK):
+                sums.write(_sum(os.pread(target, CHUNK, index * CHUNK)) if index in held else zero)
+    with contextlib.suppress(FileNotFoundError):
+        memory.with_name(BASE).unlink()
+
+
+def _chunks(start: int, length: int) -> range:
+    return range(start - start % CHUNK, start + length, CHUNK)
+
+
+def _sum(chunk: bytes) -> bytes:
+    return hashlib.blake2b(chunk, digest_size=SUM_BYTES).digest()
+
+
+@contextlib.contextmanager
+def _opened(path: Path, flags: int) -> Iterator[int]:
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def binding_of(version: str) -> Binding:
+    """Of Firecracker of that version on this host."""
+    return Binding(vmm="firecracker", version=version, accelerator=Accelerator.KVM, cpu_model=_cpu_model())
+
+
+def _cpu_model() -> str:
+    """The processor as guests see it: Firecracker passes it through. From /proc/cpuinfo."""
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
+    found: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
+        key, _, value = line.partition(":")
+        if key.strip() in wanted:
+            found.setdefault(key.strip(), value.strip())
+        if len(found) == len(wanted):
+            break
+    return " ".join(found.get(key, "?") for key in wanted)
