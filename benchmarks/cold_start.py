@@ -8,9 +8,13 @@ more. Arms, all in one run, each with every command:
 
     local       the same image on this node's disk, read directly: what the others are held to
     direct      data on a mounted file system (FUSE) that gives so many MB/s
-    fuse        HTTP at so many MB/s, the FUSE loader          +p: with a profile of that command; +pack: with its pack
-    fanotify    HTTP at so many MB/s, the fanotify loader      the same
+    fuse        HTTP at so many MB/s, the FUSE loader
+    fanotify    HTTP at so many MB/s, the fanotify loader
     unpack      tar.gz over the same HTTP, unpacked to a directory while it arrives, and a sandbox on that
+
+Without more they have no profile: the first start of an image anywhere. Then one is recorded, and with it every other
+first start of a node is like +p, unless it does something else (+other: the profile of another command; what is read
+ahead in vain counts) or OPENDSEC_START_WAIT_MS is 0 (+now: ready at once, while what the profile says is still read).
 
 The throttle is a token bucket in a server process of its own (`benchmarks.shared.slow_store`). Bytes fetched are the
 server's count, metadata included; bytes touched the pages of the image in memory after the command in the arm `local`;
@@ -35,7 +39,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import msgspec
 from benchmarks.shared import cost
 from benchmarks.shared.report import print_goal, print_machine
 from benchmarks.shared.slow_store import sent
@@ -51,7 +54,6 @@ from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
 from opendsec.model.spec import Resources, SandboxSpec
-from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 from opendsec.store.loading.base import Loader
@@ -60,9 +62,10 @@ from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.loading.fanotify import FanotifyLoader
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import SOCKET, FuseLoader
-from opendsec.store.loading.packs import encode_pack, pack_name
-from opendsec.store.loading.profiles import decode_profile, profile_name
-from opendsec.store.loading.sources import open_files
+from opendsec.store.loading.recording import found_in_memory, keep_profile, profile_of
+from opendsec.store.loading.settings import START_WAIT_MS
+from opendsec.store.loading.sources import DirectoryFiles, open_files
+from opendsec.store.loading.starting import Starts
 from opendsec.store.mounts import LayerMounts, unmount_layers
 
 ROOT = "opendsec-bench-cold"
@@ -91,7 +94,9 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
     "turn": (("/bin/sh", "-c", TURN), "499500\n12\n1"),
 }
 """Name → program, and what its output begins with."""
-ARMS = ("local", "direct", "fuse", "fuse+p", "fuse+pack", "fanotify", "fanotify+p", "fanotify+pack", "unpack")
+ARMS = ("local", "direct", "direct+p", "fuse", "fuse+p", "fuse+now", "fuse+other", "fanotify", "fanotify+p", "unpack")
+OTHER = {"imports": "git"}
+"""Whose profile is another command's: that of `imports` where nothing is said."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -136,7 +141,8 @@ class Layers:
 
     async def acquire_soon(self, image: Image) -> tuple[int, ...]:
         chosen = self.warm if image.name == self._warm_name else self.measured
-        return await asyncio.to_thread(chosen.acquire, image)
+        found: tuple[int, ...] = await chosen.acquire_soon(image)
+        return found
 
 
 class Unpacked:
@@ -147,7 +153,10 @@ class Unpacked:
         self._target = target
         self._fd = -1
 
-    def acquire(self, image: Image) -> tuple[int, ...]:
+    async def acquire_soon(self, image: Image) -> tuple[int, ...]:
+        return await asyncio.to_thread(self._acquire)
+
+    def _acquire(self) -> tuple[int, ...]:
         self._target.mkdir()
         self._target.chmod(0o755)
         with subprocess.Popen(["curl", "-sSf", self._url], stdout=subprocess.PIPE) as fetch:
@@ -263,56 +272,58 @@ def resident_bytes(mounts: Path) -> int:
 def measured_layers(bench: Bench, arm: str, command: str) -> Iterator[tuple[Any, Path, Path]]:
     """Layers of a node that has nothing yet; where it writes; who counts what it fetches."""
     place = Path(tempfile.mkdtemp(prefix="node-", dir=bench.work))
-    kind, _, profile = arm.partition("+")
+    kind, _, how = arm.partition("+")
     count = bench.counts["fuse" if kind == "direct" else "http"]
+    far = ImageStore(bench.work / "far") if kind == "direct" else bench.store
+    profile = "" if not how else OTHER.get(command, "imports") if how == "other" else command
     try:
-        if kind == "unpack":
-            unpacked = Unpacked(f"{bench.url}/image.tar.gz", place / "tree")
-            yield unpacked, place, count
-            unpacked.close()
-        elif kind in ("local", "direct"):
-            store = bench.store if kind == "local" else ImageStore(bench.work / "far")
-            yield from ((mounts, place, count) for mounts in _mounted(DirectLoader(store, place / "metadata"), bench))
-        else:
-            with (
-                _profile(bench, command if profile else "", is_packed=profile == "pack"),
-                loader_process(bench, kind, place),
-            ):
-                source = ChunkSource(open_files(bench.url, attempt_s=10), patience_s=30)
-                loader: Loader = (
-                    FuseLoader(source, place / "cache" / "metadata", bench.run)
-                    if kind == "fuse"
-                    else FanotifyLoader(source, bench.run, place)
-                )
-                yield from ((mounts, place, count) for mounts in _mounted(loader, bench))
+        with _profile(bench, far, profile):
+            if kind == "unpack":
+                unpacked = Unpacked(f"{bench.url}/image.tar.gz", place / "tree")
+                yield unpacked, place, count
+                unpacked.close()
+            elif kind in ("local", "direct"):
+                loader: Loader = DirectLoader(far, place / "metadata")
+                with _mounted(loader, bench, str(far.root), place, how) as mounts:
+                    yield mounts, place, count
+            else:
+                with loader_process(bench, kind, place):
+                    source = ChunkSource(open_files(bench.url, attempt_s=10), patience_s=30)
+                    loader = (
+                        FuseLoader(source, place / "cache" / "metadata", bench.run)
+                        if kind == "fuse"
+                        else FanotifyLoader(source, bench.run, place)
+                    )
+                    with _mounted(loader, bench, bench.url, place, how) as mounts:
+                        yield mounts, place, count
     finally:
         shutil.rmtree(place)
 
 
-def _mounted(loader: Loader, bench: Bench) -> Iterator[LayerMounts]:
-    mounts = LayerMounts(loader, bench.run / "layers")
+@contextlib.contextmanager
+def _mounted(loader: Loader, bench: Bench, address: str, place: Path, how: str) -> Iterator[LayerMounts]:
+    wait_s = 0.0 if how == "now" else START_WAIT_MS / 1000
+    starts = Starts(open_files(address, attempt_s=10), place / "cache", wait_s=wait_s, record_s=None)
+    mounts = LayerMounts(loader, bench.run / "layers", starts=starts)
     try:
         yield mounts
     finally:
+        starts.close()
         mounts.unmount_all()
         loader.close()
 
 
 @contextlib.contextmanager
-def _profile(bench: Bench, command: str, *, is_packed: bool) -> Iterator[None]:
+def _profile(bench: Bench, store: ImageStore, command: str) -> Iterator[None]:
     """The store has the profile recorded of that command, or none."""
-    digest = bench.image.layers[0].digest
-    target, pack = bench.store.root / profile_name(digest), bench.store.root / pack_name(digest)
-    target.parent.mkdir(exist_ok=True)
+    target = store.root / "profiles"
     if command:
-        shutil.copy(bench.work / "profiles" / command, target)
-    if is_packed:
-        shutil.copy(bench.work / "profiles" / f"{command}.pack", pack)
+        shutil.copytree(bench.work / "profiles" / command / "profiles", target)
     try:
         yield
     finally:
-        target.unlink(missing_ok=True)
-        pack.unlink(missing_ok=True)
+        if command:
+            shutil.rmtree(target)
 
 
 @contextlib.contextmanager
@@ -340,27 +351,26 @@ def loader_process(bench: Bench, kind: str, place: Path) -> Iterator[None]:
 
 
 async def record(backend: ContainerBackend, layers: Layers, bench: Bench, command: str) -> None:
-    """The profile of a command, from a start of its own."""
-    layer = msgspec.to_builtins(bench.image.layers[0])
-    with measured_layers(bench, "fuse", "") as (mounts, place, _):
+    """The profile of a command, from a start of its own on the node's disk, as edges record it."""
+    layer = bench.image.layers[0]
+    target = bench.work / "profiles" / command
+    if target.exists():
+        return
+    assert layer.data is not None
+    with measured_layers(bench, "local", command) as (mounts, _, _):
         layers.measured = mounts
-        ask(bench.run / SOCKET, "record", timeout_s=20, layer=layer)
+        Path("/proc/sys/vm/drop_caches").write_text("3")
         _, guest, plan = await start(backend, bench, bench.image)
         try:
             await run_command(guest, 1, command)
-            ask(bench.run / SOCKET, "recorded", timeout_s=60, layer=layer, command=command)
+            (fd,) = mounts.acquire(bench.image)
+            profile = profile_of(layer, found_in_memory(fd), now=time.time(), command=command)
         finally:
             await end(backend, plan)
-        target = bench.work / "profiles" / command
-        target.parent.mkdir(exist_ok=True)
-        shutil.copy(place / "cache" / profile_name(bench.image.layers[0].digest), target)
-    profile = decode_profile(target.read_bytes(), bench.image.layers[0])
-    data = bench.image.layers[0].data
     assert profile is not None
-    assert data is not None
-    with bench.store.data_path(data.digest).open("rb") as file:
-        read = ((number, os.pread(file.fileno(), CHUNK_BYTES, number * CHUNK_BYTES)) for number in profile.chunks)
-        target.with_suffix(".pack").write_bytes(encode_pack(read))
+    meta, data = bench.store.blob_path(layer.mounted.digest), bench.store.data_path(layer.data.digest)
+    place = DirectoryFiles(target)
+    keep_profile(profile, meta, data, place, place)
 
 
 # ── the bench itself ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -425,8 +435,8 @@ async def measure(bench: Bench, options: argparse.Namespace) -> None:
         try:
             await backend.open()
             for command in commands:
-                if any("+" in arm for arm in arms):
-                    await record(backend, layers, bench, command)
+                for profile in (command, OTHER.get(command, "imports")) if any("+" in arm for arm in arms) else ():
+                    await record(backend, layers, bench, profile)
                 for number in range(options.repeat):
                     for arm in arms:
                         if arm == "unpack" and number >= options.repeat_unpack:

@@ -7,6 +7,7 @@ server.
                                (<state>/store)
     OPENDSEC_LOADER            how layers are read: auto, direct, fuse, fanotify (auto)
     OPENDSEC_STORE_TIMEOUT     seconds a read may wait for the store (30)
+    OPENDSEC_START_WAIT_MS     how long a create waits at most for what its start reads (1000)
     OPENDSEC_RUN_DIR           sockets and mounts, on a tmpfs (/run/opendsec)
     OPENDSEC_EDGE_LISTEN       unix:/path or host:port (unix:<run>/edge-<name>.sock)
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
@@ -59,6 +60,7 @@ from opendsec.store.loading.fuse import FuseLoader
 from opendsec.store.loading.healing import Healing
 from opendsec.store.loading.remote import PATIENCE_S, RemoteStore
 from opendsec.store.loading.sources import is_remote, open_files
+from opendsec.store.loading.starting import Starts
 from opendsec.store.location import open_location
 from opendsec.store.mounts import LayerMounts
 
@@ -110,18 +112,22 @@ def _store_and_layers(settings: EdgeSettings, stack: ExitStack) -> tuple[ImageSt
     """Where images are looked up, and their layers as they are mounted here."""
     mount_root = settings.run_dir / "layers"
     copies = settings.state_dir / "cache" / "metadata"
+    files = open_files(settings.loading.address, attempt_s=settings.loading.attempt_s)
+    starts = Starts(files, settings.state_dir / "cache", wait_s=settings.loading.start_wait_s)
+    stack.callback(starts.close)
     if is_remote(settings.loading.address):
-        files = open_files(settings.loading.address, attempt_s=settings.loading.attempt_s)
         remote = RemoteStore(files, patience_s=min(PATIENCE_S, settings.loading.patience_s))
         stack.callback(remote.close)
-        return remote, stack.enter_context(LayerMounts(_through_process(settings, copies), mount_root))
+        loader = _through_process(settings, copies)
+        return remote, stack.enter_context(LayerMounts(loader, mount_root, starts=starts))
     store = open_location(settings.store, settings.state_dir)
     leases = Leases(store.layout, mount_root)
     if settings.loading.kind is not LoaderKind.DIRECT:
-        layers = stack.enter_context(LayerMounts(_through_process(settings, copies), mount_root, leases=leases))
+        loader = _through_process(settings, copies)
+        layers = stack.enter_context(LayerMounts(loader, mount_root, leases=leases, starts=starts))
     else:
         direct = DirectLoader(store, copies)
-        layers = stack.enter_context(LayerMounts(direct, mount_root, leases=leases))
+        layers = stack.enter_context(LayerMounts(direct, mount_root, leases=leases, starts=starts))
         stack.enter_context(Healing(direct.data_of, layers.held, direct.renew).looking())
     stack.enter_context(leases.beating())
     return store, layers

@@ -1,6 +1,7 @@
 """`opendsec image sync`, `prefetch` and `profile`: images for other stores, and chunks before anybody asks for them.
 
-Prefetching and recording are done by the loader process of this machine; where layers are read directly there is none.
+Prefetching is done by the loader process of this machine; where layers are read directly there is none. Recording looks
+at what is in memory of the layers this machine's platform has mounted, whatever loads them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -24,19 +26,19 @@ from opendsec.model.image import Image, Layer
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.base import LoaderKind
 from opendsec.store.loading.control import ask
-from opendsec.store.loading.fuse import ATTACH_S, SOCKET
+from opendsec.store.loading.fanotify_group import place_of
+from opendsec.store.loading.fuse import ATTACH_S, DATA, SOCKET
+from opendsec.store.loading.profiles import Profile
+from opendsec.store.loading.recording import found_in_memory, keep_profile, profile_of
 from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.settings import read_loading
-from opendsec.store.loading.sources import is_remote, open_files
+from opendsec.store.loading.sources import DirectoryFiles, blob_name, data_name, is_remote, open_files
 from opendsec.store.loading.sync import sync_images
 from opendsec.store.manifest import hex_of
 from opendsec.store.progress import OnProgress, Progress
 
 _LOOK_S = 0.2
-NOTHING_READ = (
-    "the loader was asked for nothing, so nothing was recorded: the image's layers are of one file, or this node has "
-    "them whole (loader fanotify: record on a node that has not, or remove <state>/cache after `opendsec down`)"
-)
+NOTHING_READ = "the command read nothing of the image's layers, or they are of one file each; nothing was recorded"
 """Why a profile would be empty; such a one would say that a start reads nothing."""
 
 
@@ -96,32 +98,61 @@ def profile(
     with errors_shown(as_json):
         if not argv:
             raise InvalidSpecError("command: say what a start is: opendsec image profile NAME -- COMMAND")
-        image = _look_up(name)
-        socket = _loader_socket()
-        layers = _with_data(image)
-        for layer in layers:
-            _drop_pages(started(os.environ).run_dir / "layers" / hex_of(layer.digest))
-            ask(socket, "record", timeout_s=ATTACH_S, layer=_fields(layer))
-        status = -1
-        try:
-            status = _run(name, argv)
-        finally:
-            words = shlex.join(argv)
-            chunks = [
-                int(
-                    ask(socket, "recorded", timeout_s=ATTACH_S, layer=_fields(one), command=words, keep=status == 0)[
-                        "chunks"
-                    ]
-                )
-                for one in layers
-            ]
+        layers = _with_data(_look_up(name))
+        status, profiles = _recorded(name, argv, layers)
+        chunks = sum(len(profile.chunks) for profile in profiles)
+        if status == 0:
+            for layer in layers:
+                for profile in profiles:
+                    if profile.layer == layer.digest:
+                        _keep(layer, profile)
     if as_json:
-        print_json({"image": name, "status": status, "chunks": sum(chunks)})
-    if problem := not_recorded(status, sum(chunks)):
+        print_json({"image": name, "status": status, "chunks": chunks})
+    if problem := not_recorded(status, chunks):
         note(problem)
         raise typer.Exit(1)
     if not as_json:
-        print_line(f"image {name}: a start reads about {size(sum(chunks) * CHUNK_BYTES)}")
+        print_line(f"image {name}: a start reads about {size(chunks * CHUNK_BYTES)}")
+
+
+def _recorded(name: str, argv: Sequence[str], layers: Sequence[Layer]) -> tuple[int, list[Profile]]:
+    """Exit status of a command in a sandbox of its own, and what it read; no profiles where it read nothing."""
+    from opendsec.sync import DSecClient, DSecContainerRunArgs
+
+    trees = {layer: started(os.environ).run_dir / "layers" / hex_of(layer.digest) for layer in layers}
+    with DSecClient() as client, client.container(DSecContainerRunArgs(container_image=name)) as sandbox:
+        for tree in trees.values():
+            _drop_pages(tree)
+        result = sandbox.commands.run(list(argv))
+        found = [_profile_of(layer, tree, shlex.join(argv)) for layer, tree in trees.items()]
+    return result.exit_code if result.exit_code is not None else -1, [one for one in found if one is not None]
+
+
+def _profile_of(layer: Layer, tree: Path, command: str) -> Profile | None:
+    fd = os.open(tree, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        return profile_of(layer, found_in_memory(fd), command=command, now=time.time())
+    finally:
+        os.close(fd)
+
+
+def _keep(layer: Layer, profile: Profile) -> None:
+    """For all nodes where the store can be written to, else for this one."""
+    environment = _environment()
+    state, run_dir = Path(environment.get("OPENDSEC_STATE_DIR", STATE_DIR)), Path(environment["OPENDSEC_RUN_DIR"])
+    settings = read_loading(environment, state_dir=state)
+    assert layer.data is not None
+    name = hex_of(layer.data.digest)
+    store = open_files(settings.address)
+    root = Path(settings.address)
+    meta = state / "cache" / "metadata" / hex_of(layer.mounted.digest)
+    if settings.kind is LoaderKind.FUSE:
+        data = run_dir / DATA / name
+    elif settings.kind is LoaderKind.FANOTIFY:
+        data = place_of(run_dir, state).files / name
+    else:
+        meta, data = root / blob_name(layer.mounted.digest), root / data_name(layer.data.digest)
+    keep_profile(profile, meta, data, store, DirectoryFiles(state / "cache"))
 
 
 def not_recorded(status: int, chunks: int) -> str:
@@ -190,12 +221,3 @@ def _drop_pages(tree: Path) -> None:
                 os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
             finally:
                 os.close(fd)
-
-
-def _run(name: str, argv: Sequence[str]) -> int:
-    """Exit status of a command in a sandbox of its own."""
-    from opendsec.sync import DSecClient, DSecContainerRunArgs
-
-    with DSecClient() as client, client.container(DSecContainerRunArgs(container_image=name)) as sandbox:
-        result = sandbox.commands.run(list(argv))
-        return result.exit_code if result.exit_code is not None else -1

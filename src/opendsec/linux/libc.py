@@ -10,6 +10,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import struct
+import time
 from pathlib import Path
 
 AT_FDCWD = -100
@@ -68,8 +70,16 @@ _NR_MOVE_MOUNT = 429
 _NR_FSOPEN = 430
 _NR_FSCONFIG = 431
 _NR_FSMOUNT = 432
+_NR_OPENAT2 = 437
 _NR_PIDFD_GETFD = 438
 _NR_MOUNT_SETATTR = 442
+_NR_CACHESTAT = 451
+
+RESOLVE_NO_XDEV = 0x1
+RESOLVE_NO_MAGICLINKS = 0x2
+RESOLVE_NO_SYMLINKS = 0x4
+RESOLVE_BENEATH = 0x8
+"""linux/openat2.h"""
 
 FALLOC_FL_KEEP_SIZE = 0x1
 FALLOC_FL_PUNCH_HOLE = 0x2
@@ -266,6 +276,21 @@ def pidfd_getfd(pidfd: int, target_fd: int) -> int:
     return _check(result, "pidfd_getfd")
 
 
+def openat2(dirfd: int, path: str | Path, flags: int, resolve: int) -> int:
+    """openat2(2): a new descriptor, close-on-exec; `resolve` says which ways of a path are refused."""
+    how = struct.pack("QQQ", flags | os.O_CLOEXEC, 0, resolve)
+    result = _syscall(_NR_OPENAT2, ctypes.c_int(dirfd), _string(path), ctypes.c_char_p(how), ctypes.c_size_t(len(how)))
+    return _check(result, "openat2", path)
+
+
+def cachestat(fd: int, offset: int, length: int) -> int:
+    """cachestat(2), Linux 6.5: how many pages of that part of a file are in the page cache."""
+    part = (ctypes.c_uint64 * 2)(offset, length)
+    found = (ctypes.c_uint64 * 5)()
+    _check(_syscall(_NR_CACHESTAT, ctypes.c_int(fd), part, found, ctypes.c_uint(0)), "cachestat")
+    return int(found[0])
+
+
 def address_of(memory: bytearray | mmap.mmap) -> int:
     """Where the bytes of a writable buffer lie in this process, for calls that take addresses; keep it alive."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
@@ -275,3 +300,19 @@ def mallopt(parameter: int, value: int) -> bool:
     """Set one of M_* of this process's allocator; False where the C library has no such call, or refuses."""
     call = getattr(_libc, "mallopt", None)
     return call is not None and call(parameter, value) == 1
+
+
+_RDTSC = bytes.fromhex("0f31 48c1e220 4809d0 c3")
+"""rdtsc; shl rdx, 32; or rax, rdx; ret"""
+_TSC_SAMPLE_NS = 50_000_000
+
+
+def tsc_khz() -> int:
+    """Frequency of this x86-64 processor's time stamp counter, measured for 50 ms. Blocking."""
+    with mmap.mmap(-1, mmap.PAGESIZE, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC) as code:
+        code.write(_RDTSC)
+        read = ctypes.CFUNCTYPE(ctypes.c_uint64)(address_of(code))
+        began, first = time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW), read()
+        while (now := time.clock_gettime_ns(time.CLOCK_MONOTONIC_RAW)) < began + _TSC_SAMPLE_NS:
+            pass
+        return int((read() - first) * 1_000_000 // (now - began))

@@ -36,7 +36,8 @@ from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
 from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
 from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.leases import Leases
-from opendsec.store.loading.base import Loader
+from opendsec.store.loading.base import LayerFiles, Loader
+from opendsec.store.loading.starting import Starts
 from opendsec.store.manifest import hex_of
 
 _EROFS = "erofs"
@@ -59,15 +60,23 @@ class LayerMounts:
     """The mounted layers of one node, as descriptors.
 
     A context manager: leaving it (or `close`) gives back the descriptors, not the mounts. Threads may share it.
-    `leases`: where the store is told what is mounted, so that nobody collects it on another node.
+    `leases`: where the store is told what is mounted, so that nobody collects it on another node. `starts`: who reads
+    ahead what a start reads; it is not closed with this.
     """
 
     def __init__(
-        self, loader: Loader, mount_root: Path, *, leases: Leases | None = None, wait_s: float = WAIT_S
+        self,
+        loader: Loader,
+        mount_root: Path,
+        *,
+        leases: Leases | None = None,
+        starts: Starts | None = None,
+        wait_s: float = WAIT_S,
     ) -> None:
         self._loader = loader
         self._root = mount_root
         self._leases = leases
+        self._starts = starts
         self._wait_s = wait_s
         self._mounted: dict[str, _Mounted] = {}
         self._dead_fds: list[int] = []
@@ -111,13 +120,19 @@ class LayerMounts:
         return self._root.resolve(strict=True)
 
     async def acquire_soon(self, image: Image) -> tuple[int, ...]:
-        """`acquire` in a thread of this object's own, for at most `wait_s`: NodeError, retryable, after that.
+        """`acquire` for a start: in a thread of this object's own, for at most `wait_s`; NodeError, retryable, after
+        that. Then it waits, a little, for what the start is going to read (`Starts.ready`).
 
         The thread goes on, so a later call finds what it got.
         """
         found = self.acquired(image)
-        if found is not None:
-            return found
+        if found is None:
+            found = await self._acquire_in_thread(image)
+        if self._starts is not None:
+            await self._starts.ready(image.layers)
+        return found
+
+    async def _acquire_in_thread(self, image: Image) -> tuple[int, ...]:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="layers")
         try:
@@ -130,6 +145,14 @@ class LayerMounts:
                 remedy="the store is slow or does not answer; try again",
                 retryable=True,
             ) from error
+
+    async def files_soon(self, image: Image) -> tuple[LayerFiles, ...]:
+        """The files of the image's layers, **lowest first**, for a guest whose own kernel mounts them.
+
+        They are mounted here too, which is what keeps them from being collected. Raises as `acquire_soon`.
+        """
+        await self.acquire_soon(image)
+        return await asyncio.to_thread(lambda: tuple(self._loader.attach(layer) for layer in image.layers))
 
     def acquired(self, image: Image) -> tuple[int, ...] | None:
         """The same if this object has them all already, and they can be read, without waiting for anything."""
@@ -174,26 +197,30 @@ class LayerMounts:
         with _locked(self._root, end, alone=False) as root, _held(root / f".{name}", end, alone=True):
             fd = self._current(layer.digest, self._loader.generation)  # Another thread may have been first.
             if fd == -1:
-                generation = self._mount_once(layer, root / name)
+                files, is_new = self._mount_once(layer, root / name)
                 fd = os.open(root / name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                if is_new and self._starts is not None:
+                    self._starts.begin(layer, files, fd)
                 before = self._mounted.get(layer.digest)
                 if before is not None:
                     self._dead_fds.append(before.fd)  # a start may be using it at this moment
-                self._mounted[layer.digest] = _Mounted(fd=fd, generation=generation)
+                self._mounted[layer.digest] = _Mounted(fd=fd, generation=files.generation)
         return fd
 
-    def _mount_once(self, layer: Layer, target: Path) -> str:
-        """What the mount depends on; see LayerFiles.generation."""
+    def _mount_once(self, layer: Layer, target: Path) -> tuple[LayerFiles, bool]:
+        """What it is mounted from, and whether it was not before."""
         if self._leases is not None:
             with _held(target.with_name(_LEASE_LOCK), time.monotonic() + self._wait_s, alone=True):
                 self._leases.take(layer)  # before the loader looks for it
+        present = mounted_at(target)
+        if self._starts is not None and present is None:
+            self._starts.expect(layer)
         files = self._loader.attach(layer)
         record = target.with_name(f".{target.name}.of")
-        present = mounted_at(target)
         if present is not None:
             check_adoptable(present, files.meta)
             if (record.read_text(encoding="ascii") if record.exists() else "") == files.generation:
-                return files.generation
+                return files, False
             umount2(target, MNT_DETACH | UMOUNT_NOFOLLOW)
         if files.generation:
             record.write_text(files.generation, encoding="ascii")
@@ -201,7 +228,7 @@ class LayerMounts:
             record.unlink(missing_ok=True)
         target.mkdir(mode=0o700, exist_ok=True)
         mount_erofs(files.meta, target, data=files.data, direct=not files.is_filled_late)
-        return files.generation
+        return files, True
 
 
 def check_mountable(image: Image) -> None:

@@ -34,6 +34,8 @@ class LayerFiles:
     is_filled_late: bool = False
     """Data is written to its file just before it is read. Reading around the page cache would wait for the disk each
     time; whoever fills the file sees that its pages are not kept twice for long."""
+    is_far: bool = False
+    """Data comes from another machine, or may: it pays to read before anybody asks what a start reads."""
 
 
 class Loader(ABC):
@@ -55,10 +57,6 @@ class Loader(ABC):
         Raises ImageInvalidError (the store has not got it), DigestMismatchError (it has other bytes), DiskFullError,
         HostCapabilityError, NodeError (the store cannot be reached; retryable).
         """
-
-    @abstractmethod
-    def detach(self, layer: Layer) -> None:
-        """The layer is mounted no more: give back what `attach` took. Idempotent."""
 
     @abstractmethod
     def close(self) -> None:

@@ -208,7 +208,7 @@ class ChunkCache:
         for path in sorted(files, key=lambda one: one.stat().st_mtime):
             fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                for start, end in _extents(fd):
+                for start, end in data_parts(fd):
                     self._slots.update(
                         ((path.name, slot), None) for slot in range(start // SLOT_BYTES, -(-end // SLOT_BYTES))
                     )
@@ -301,7 +301,7 @@ class CachedBlob:
     def find_present(self) -> None:
         """Ask the file system which chunks may be here. A chunk with a hole in it is none."""
         present = self._present
-        for start, end in _extents(self.fd):
+        for start, end in data_parts(self.fd):
             last = end == self.size_bytes
             present.update(range(-(-start // CHUNK_BYTES), -(-end // CHUNK_BYTES) if last else end // CHUNK_BYTES))
 
@@ -326,8 +326,8 @@ def _punch_hole(fd: int, offset: int, length: int) -> None:
     fallocate(fd, FALLOC_FL_PUNCH_HOLE | FALLOC_FL_KEEP_SIZE, offset, length)
 
 
-def _extents(fd: int) -> Iterator[tuple[int, int]]:
-    """The parts of a file that are no holes (lseek(2) SEEK_DATA)."""
+def data_parts(fd: int) -> Iterator[tuple[int, int]]:
+    """The parts of a file that are no holes (lseek(2) SEEK_DATA), as offsets of beginning and end."""
     end = 0
     while True:
         try:

@@ -1,9 +1,10 @@
 """The loader process: data of layers as files that read themselves from the store when they are read.
 
     <run>/data/<hex>             one file for each attached blob; EROFS mounts use them as devices
-    <run>/loader.sock            who wants a layer attached, prefetched or recorded asks here (`control`)
+    <run>/loader.sock            who wants a layer attached or prefetched asks here (`control`)
     <run>/loader/<hex>.json      what is attached, for the process that comes after this one
-    <cache>/data, tables, profiles    chunks, tables, and profiles a read-only store would not take
+    <cache>/data, tables         chunks, packs and tables
+    <cache>/profiles             profiles a read-only store would not take
 
 It only knows layers it was asked to attach, and gives out no byte that is not in its table. What it was asked to serve
 stays served: an unmounted layer may still be in use by a sandbox.
@@ -15,10 +16,9 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +31,9 @@ from opendsec.store.chunks import DIGEST_BYTES, check_table, chunk_count
 from opendsec.store.loading.cache import ChunkCache
 from opendsec.store.loading.early import EarlyReads
 from opendsec.store.loading.fetch import ChunkSource
-from opendsec.store.loading.packs import Entry, encode_pack, groups, pack_name, read_group, read_index
-from opendsec.store.loading.profiles import Profile, Recording, encode_profile, profile_name, read_profile
-from opendsec.store.loading.reading import BlobReader, Engine, Given
+from opendsec.store.loading.packed import kept_pack, open_pack
+from opendsec.store.loading.profiles import Profile, read_profile
+from opendsec.store.loading.reading import BlobReader, Engine
 from opendsec.store.loading.sources import DirectoryFiles, table_name
 from opendsec.store.manifest import hex_of
 
@@ -41,8 +41,9 @@ log = logging.getLogger(__name__)
 
 _HEX_OF_NUMBER = 15
 """Digits of the digest that number a file: the process after this one gives it the same number."""
-ON_PURPOSE_S = 3600.0
-"""A recording on purpose ends when whoever began it says so, or after so long."""
+KNOWS_S = 0.5
+"""So long at most who attaches a layer waits until it is known what of it is to be loaded first: later reads of just
+that would each fetch it by itself."""
 FIRST_AGAIN_S, LONGEST_AGAIN_S = 0.5, 10.0
 """Between two attempts to attach what was attached before."""
 _TICK_S = 0.2
@@ -55,19 +56,15 @@ class Served:
     layer: Layer
     file: File
     reader: BlobReader
-    recording: Recording | None = None
-    loading: tuple[Future[None], ...] = ()
+    loading: tuple[Future[Any], ...] = ()
     lock: threading.Lock = field(default_factory=threading.Lock)
+    looked_up: threading.Event = field(default_factory=threading.Event)
+    """Whether there is a profile is known."""
 
-    def follow(self, futures: Iterable[Future[None]]) -> None:
+    def follow(self, futures: Iterable[Future[Any]]) -> None:
         """Something is loaded, beside what still is; threads may come with it at once."""
         with self.lock:
             self.loading = (*(one for one in self.loading if not one.done()), *futures)
-
-    def touched(self, numbers: Sequence[int]) -> None:
-        recording = self.recording
-        if recording is not None:
-            recording.saw(numbers)
 
 
 class Daemon:
@@ -81,7 +78,6 @@ class Daemon:
         local: Path,
         attached: Path,
         patience_s: float,
-        record: bool = True,
         kernel_reads_cache: bool = False,
     ) -> None:
         """`local`: a directory of this node for tables and profiles; `attached`: one that a reboot empties.
@@ -92,7 +88,6 @@ class Daemon:
         self._cache = cache
         self._local = DirectoryFiles(local)
         self._attached = attached
-        self._record = record
         self._kernel_reads_cache = kernel_reads_cache
         self._engine = Engine(source, patience_s=patience_s)
         self._served: dict[int, Served] = {}
@@ -100,7 +95,7 @@ class Daemon:
         self._turns: dict[str, threading.Lock] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._ticking = threading.Thread(target=self._tick, name="recordings", daemon=True)
+        self._ticking = threading.Thread(target=self._tick, name="early", daemon=True)
         self._ticking.start()
         attached.mkdir(mode=0o700, parents=True, exist_ok=True)
 
@@ -126,7 +121,7 @@ class Daemon:
         """One question of `control`. Raises OpenDSecError."""
         if what == "status":
             return self.status()
-        if what not in ("attach", "prefetch", "record", "recorded"):
+        if what not in ("attach", "prefetch"):
             raise RequestError(f"the loader knows no {what!r}")
         try:
             layer = msgspec.convert(fields["layer"], Layer)
@@ -135,11 +130,7 @@ class Daemon:
         served = self.attach(layer)
         if what == "prefetch":
             return self._prefetch(served, everything=bool(fields.get("everything")))
-        if what == "record":
-            served.recording = Recording(lambda _: None, seconds=ON_PURPOSE_S)
-        if what == "recorded":
-            keep = bool(fields.get("keep", True))
-            return {"chunks": self._recorded(served, str(fields.get("command", "")), keep=keep)}
+        served.looked_up.wait(KNOWS_S)
         return {"file": served.file.name}
 
     def attach(self, layer: Layer) -> Served:
@@ -195,7 +186,7 @@ class Daemon:
         layers = {
             one.layer.digest: {
                 "size_bytes": one.file.size_bytes,
-                "present_bytes": one.reader.cached.present_bytes,
+                "present_bytes": one.reader.present_bytes,
                 "asked_bytes": one.reader.asked_bytes,
                 "failures": one.reader.failures,
                 **_progress(one),
@@ -218,34 +209,21 @@ class Daemon:
         }
 
     def close(self) -> None:
-        """Reads that wait get EIO; what was recorded so far is written."""
+        """Reads that wait get EIO."""
         self._ended.set()
         self._ticking.join()
         self._early.end_overdue(float("inf"))
-        for served in tuple(self._served.values()):
-            if served.recording is not None:
-                served.recording.finish()
         self._engine.close()
         self._local.close()
 
     def _serve(self, layer: Layer, data: Blob, file: File) -> Served:
-        profile = self._engine.ahead.submit(self._profile, layer) if self._record else None
         table = self._table(data)
         cached = self._cache.open(data, table, evictable=not self._kernel_reads_cache)
-        holder: list[Served] = []
-        reader = BlobReader(
-            self._engine,
-            data,
-            table,
-            cached,
-            touched=lambda numbers: holder[0].touched(numbers) if holder else None,
-            must_keep=self._kernel_reads_cache,
-        )
+        reader = BlobReader(self._engine, data, table, cached, must_keep=self._kernel_reads_cache)
+        if not self._kernel_reads_cache:
+            reader.packed = kept_pack(self._source, layer, table, self._cache)
         served = Served(layer=layer, file=file, reader=reader)
-        holder.append(served)
-        if profile is not None:
-            served.recording = Recording(lambda chunks: self._keep_profile(served, chunks))
-            served.follow([self._engine.ahead.submit(self._load_profile, served, profile)])
+        served.follow([self._engine.ahead.submit(self._load_start, served)])
         return served
 
     def _table(self, data: Blob) -> bytes:
@@ -268,74 +246,38 @@ class Daemon:
             return None
         return table
 
-    def _load_profile(self, served: Served, looking: Future[Profile | None]) -> None:
-        """Runs in the background, so that nobody waits for a profile."""
-        profile = looking.result()
-        if profile is not None:
-            served.recording = None
-            entries = read_index(self._source.files, served.layer)
-            if entries:
-                served.follow(served.reader.load_given(self._groups(served.layer, entries)))
-            else:
-                served.follow(served.reader.load(profile.chunks))
-
-    def _groups(self, layer: Layer, entries: Sequence[Entry]) -> list[Given]:
-        files = self._source.files
-        return [
-            ([entry.number for entry in group], partial(read_group, files, layer.digest, group))
-            for group in groups(entries)
-        ]
+    def _load_start(self, served: Served) -> int:
+        """Begin to load what a start reads, as far as anybody has recorded it; how many chunks that is."""
+        reader, cache = served.reader, None if self._kernel_reads_cache else self._cache
+        try:
+            packed = reader.packed or open_pack(self._source, served.layer, reader.table, cache)
+            if packed is not None:
+                works = packed.all()
+                served.follow(reader.load_packed(packed))
+                return sum(len(numbers) for numbers, _ in works)
+            profile = self._profile(served.layer)
+            if profile is not None:
+                served.follow(reader.load(profile.chunks))
+                return len(profile.chunks)
+            return 0
+        finally:
+            served.looked_up.set()
 
     def _profile(self, layer: Layer) -> Profile | None:
         return read_profile(self._source.files, layer) or read_profile(self._local, layer)
 
-    def _keep_profile(self, served: Served, chunks: Sequence[int], *, command: str = "") -> None:
-        data = served.layer.data
-        assert data is not None
-        profile = Profile(
-            layer=served.layer.digest, data=data.digest, chunks=tuple(chunks), recorded_at=time.time(), command=command
-        )
-        for files in (self._source.files, self._local):
-            try:
-                if files is self._source.files:
-                    files.write(pack_name(profile.layer), self._pack(served, chunks))
-                files.write(profile_name(profile.layer), encode_profile(profile))
-            except OSError as error:  # read-only, full or gone: advice can wait
-                log.info("profile_not_kept", extra={"fields": {"store": files.address, "why": str(error)}})
-            else:
-                return
-
-    def _pack(self, served: Served, chunks: Sequence[int]) -> bytes:
-        cached = served.reader.cached
-        return encode_pack((number, content) for number in chunks if (content := cached.read(number)) is not None)
-
     def _prefetch(self, served: Served, *, everything: bool) -> Mapping[str, Any]:
         """Begins; `status` tells how far it is."""
-        profile = None if everything else self._profile(served.layer)
         if everything:
-            chunks: Sequence[int] = range(chunk_count(served.file.size_bytes))
+            count = chunk_count(served.file.size_bytes)
+            served.follow(served.reader.load(range(count)))
         else:
-            chunks = profile.chunks if profile is not None else ()
-        served.follow(served.reader.load(chunks))
-        return {"chunks": len(chunks), "has_profile": profile is not None}
-
-    def _recorded(self, served: Served, command: str, *, keep: bool) -> int:
-        """How many chunks were read since the recording began; a profile when they are to be kept."""
-        recording, served.recording = served.recording, None
-        if recording is None:
-            raise RequestError("nothing is being recorded of this layer", detail={"layer": served.layer.digest})
-        found = recording.seen()
-        if found and keep:
-            self._keep_profile(served, found, command=command)
-        return len(found)
+            count = self._load_start(served)
+        return {"chunks": count, "has_profile": count > 0 and not everything}
 
     def _tick(self) -> None:
         while not self._ended.wait(_TICK_S):
             self._early.end_overdue(time.monotonic())
-            for served in tuple(self._served.values()):
-                recording = served.recording
-                if recording is not None and recording.tick():
-                    served.recording = None
 
 
 def _file_of(data: Blob) -> File:

@@ -18,6 +18,7 @@ from opendsec.store.chunks import file_digest
 from opendsec.store.durable import appearing, disk_full_named
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
+from opendsec.store.loading.copies import is_used, trim
 from opendsec.store.manifest import hex_of
 
 
@@ -62,9 +63,8 @@ class DirectLoader(Loader):
             )
         self._data[layer.digest] = data.resolve()
         shared = data.stat().st_dev != self._copies.stat().st_dev
-        return LayerFiles(
-            meta=meta, data=self._data[layer.digest], generation=self._shared_generation if shared else ""
-        )
+        generation = self._shared_generation if shared else ""
+        return LayerFiles(meta=meta, data=self._data[layer.digest], generation=generation, is_far=shared)
 
     def renew(self) -> None:
         """Files of the store that were given out answer with errors for good: they are to be opened anew."""
@@ -75,10 +75,6 @@ class DirectLoader(Loader):
     def data_of(self, digest: str) -> Path | None:
         """The data file of a layer that was attached."""
         return self._data.get(digest)
-
-    def detach(self, layer: Layer) -> None:
-        self._data.pop(layer.digest, None)
-        (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
 
     def close(self) -> None:
         """Nothing is held."""
@@ -93,8 +89,9 @@ def local_metadata(store: ImageStore, blob: Blob, copies: Path) -> Path:
     if source.stat().st_dev == copies.stat().st_dev:
         return source.resolve()
     target = copies / hex_of(blob.digest)
-    if not (target.is_file() and target.stat().st_size == blob.size_bytes):
+    if not (is_used(target) and target.stat().st_size == blob.size_bytes):
         _copy_checked(source, target, blob)
+        trim(copies, keep=target)
     return target.resolve()
 
 

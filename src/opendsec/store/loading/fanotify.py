@@ -18,7 +18,7 @@ from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
 from opendsec.store.loading.control import ask
 from opendsec.store.loading.fanotify_group import Place, place_of, token_of
 from opendsec.store.loading.fetch import ChunkSource
-from opendsec.store.loading.fuse import ATTACH_S, RETURNS_S, SOCKET, fetched_metadata
+from opendsec.store.loading.fuse import ATTACH_S, RETURNS_S, SOCKET, fetched_metadata, with_metadata
 from opendsec.store.manifest import hex_of
 
 _POLL_S = 0.05
@@ -42,19 +42,19 @@ class FanotifyLoader(Loader):
         return token_of(self._place)
 
     def attach(self, layer: Layer) -> LayerFiles:
-        meta = fetched_metadata(self._source, layer.mounted, self._copies)
         if layer.data is None:
-            return LayerFiles(meta=meta)
-        generation = self._wait_for_process()
-        ask(self._socket, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
+            return LayerFiles(meta=fetched_metadata(self._source, layer, self._copies))
+        meta, generation = with_metadata(self._source, layer, self._copies, self._attached)
         data = self._place.files / hex_of(layer.data.digest)
-        return LayerFiles(meta=meta, data=data, generation=generation, is_filled_late=True)
-
-    def detach(self, layer: Layer) -> None:
-        (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
+        return LayerFiles(meta=meta, data=data, generation=generation, is_filled_late=True, is_far=True)
 
     def close(self) -> None:
         self._source.close()
+
+    def _attached(self, layer: Layer) -> str:
+        generation = self._wait_for_process()
+        ask(self._socket, "attach", timeout_s=ATTACH_S, layer=msgspec.to_builtins(layer))
+        return generation
 
     def _wait_for_process(self) -> str:
         waited = threading.Event()

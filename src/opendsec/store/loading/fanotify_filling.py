@@ -304,12 +304,9 @@ class FillingDaemon(Daemon):
         return served
 
     def close(self) -> None:
-        """What was recorded is written; reads that wait are left to the next process."""
+        """Reads that wait are left to the next process."""
         self._ended.set()
         self._ticking.join()
-        for served in tuple(self._served.values()):
-            if served.recording is not None:
-                served.recording.finish()
 
 
 def _numbers(offset: int, end: int) -> range:

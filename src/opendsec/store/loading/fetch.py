@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import os
 import random
 import threading
 import time
@@ -22,10 +23,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from opendsec.errors import DigestMismatchError, ImageInvalidError, NodeError, OpenDSecError
-from opendsec.model.image import Blob
+from opendsec.errors import DigestMismatchError, DiskFullError, ImageInvalidError, NodeError, OpenDSecError
+from opendsec.model.image import Blob, Layer
 from opendsec.store.chunks import CHUNK_BYTES, DIGEST_BYTES, check_chunk, check_table, chunk_count
 from opendsec.store.durable import disk_full_named
+from opendsec.store.loading.packs import read_metadata
 from opendsec.store.loading.sources import StoreFiles, blob_name, data_name, table_name
 
 PATIENCE_S = 30.0
@@ -33,6 +35,8 @@ PATIENCE_S = 30.0
 WRONG_TRIES = 3
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
+MOST_METADATA_BYTES = 4 << 30
+"""Of a layer whose data lies apart: some 50 million files."""
 _PIECE_BYTES = 4 << 20
 _T = TypeVar("_T")
 
@@ -87,19 +91,30 @@ class ChunkSource:
             lambda: self._counted(lambda: self.files.read_whole(name, most=most)), what=name, mapped=False
         )
 
+    def part(self, name: str, offset: int, size: int) -> bytes:
+        """Part of a file nothing is known about but its name; asked for once, not checked. OSError."""
+        return self._counted(lambda: self.files.read(name, offset, size))
+
     def listed(self, folder: str) -> list[str] | None:
         """The names in a folder; None when this kind of store cannot tell. NodeError."""
         return self._again(lambda: self.files.listed(folder), what=folder)
 
-    def metadata(self, blob: Blob, target: Path) -> None:
-        """Write a whole blob to a new file that must not exist, checked; on an error what is there is no good.
+    def metadata(self, layer: Layer, target: Path) -> None:
+        """Write a layer's whole metadata to a new file that must not exist, checked; on an error what is there is no
+        good. It comes compressed where the store has it so.
 
-        Raises as `table` does, and DiskFullError.
+        Raises as `table` does, and DiskFullError, also for what says it is larger than the disk has room for.
         """
+        blob = layer.mounted
+        _check_size(layer, target.parent)
 
         def attempt() -> None:
-            digest = hashlib.sha256()
             with disk_full_named(target.parent), target.open("wb") as file:
+                content = read_metadata(self.files, layer)
+                if content is not None and f"sha256:{hashlib.sha256(content).hexdigest()}" == blob.digest:
+                    file.write(content)
+                    return
+                digest = hashlib.sha256()
                 for offset in range(0, blob.size_bytes, _PIECE_BYTES):
                     piece = self._piece(blob, offset)
                     digest.update(piece)
@@ -111,7 +126,10 @@ class ChunkSource:
 
     def _piece(self, blob: Blob, offset: int) -> bytes:
         size = min(_PIECE_BYTES, blob.size_bytes - offset)
-        return self._counted(lambda: self.files.read(blob_name(blob.digest), offset, size))
+        piece = self._counted(lambda: self.files.read(blob_name(blob.digest), offset, size))
+        if len(piece) != size:  # whoever says it is larger than it is gets no further
+            raise _wrong(blob.digest, f"metadata from byte {offset} on")
+        return piece
 
     def fetch(self, data: Blob, table: bytes, first: int, count: int) -> Fetched:
         """Chunks `first` to `first + count - 1`, as many as could be had. Never raises for what the store does."""
@@ -194,6 +212,23 @@ def _runs(numbers: set[int]) -> list[tuple[int, int]]:
         else:
             runs.append((number, number))
     return runs
+
+
+def _check_size(layer: Layer, directory: Path) -> None:
+    """A manifest may say anything: nothing is begun that cannot be finished."""
+    size = layer.mounted.size_bytes
+    if layer.data is not None and size > MOST_METADATA_BYTES:
+        raise ImageInvalidError(
+            f"layer {layer.digest} says it has {size} bytes of metadata, at most {MOST_METADATA_BYTES} are read",
+            detail={"layer": layer.digest},
+        )
+    disk = os.statvfs(directory)
+    free = disk.f_bavail * disk.f_frsize
+    if size > free:
+        raise DiskFullError(
+            f"layer {layer.digest} needs {size} bytes in {directory}, where {free} are free",
+            detail={"layer": layer.digest, "path": str(directory)},
+        )
 
 
 def _wrong(digest: str, part: str) -> DigestMismatchError:

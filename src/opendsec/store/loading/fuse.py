@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -18,10 +19,11 @@ import msgspec
 
 from opendsec.errors import NodeError
 from opendsec.linux.process import ProcessIdentity, has_ended, open_process
-from opendsec.model.image import Blob, Layer
+from opendsec.model.image import Layer
 from opendsec.store.durable import appearing
 from opendsec.store.loading.base import LayerFiles, Loader, LoaderKind
 from opendsec.store.loading.control import NobodyAnswersError, ask
+from opendsec.store.loading.copies import is_used, trim
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.manifest import hex_of
 
@@ -61,15 +63,10 @@ class FuseLoader(Loader):
 
     def attach(self, layer: Layer) -> LayerFiles:
         if layer.data is None:
-            return LayerFiles(meta=fetched_metadata(self._source, layer.mounted, self._copies))
-        with ThreadPoolExecutor(1) as pool:  # what a start reads is on its way while metadata still is
-            attaching = pool.submit(self._attached, layer)
-            meta = fetched_metadata(self._source, layer.mounted, self._copies)
-            generation = attaching.result()
-        return LayerFiles(meta=meta, data=self._run_dir / DATA / hex_of(layer.data.digest), generation=generation)
-
-    def detach(self, layer: Layer) -> None:
-        (self._copies / hex_of(layer.mounted.digest)).unlink(missing_ok=True)
+            return LayerFiles(meta=fetched_metadata(self._source, layer, self._copies))
+        meta, generation = with_metadata(self._source, layer, self._copies, self._attached)
+        data = self._run_dir / DATA / hex_of(layer.data.digest)
+        return LayerFiles(meta=meta, data=data, generation=generation, is_far=True)
 
     def close(self) -> None:
         with self._lock:
@@ -110,15 +107,25 @@ class FuseLoader(Loader):
             self._pidfd, self._token = pidfd, token
 
 
-def fetched_metadata(source: ChunkSource, blob: Blob, copies: Path) -> Path:
+def with_metadata(source: ChunkSource, layer: Layer, copies: Path, attach: Callable[[Layer], str]) -> tuple[Path, str]:
+    """`fetched_metadata`, and what `attach` gives: what a start reads is on its way while metadata still is."""
+    with ThreadPoolExecutor(1) as pool:
+        attaching = pool.submit(attach, layer)
+        meta = fetched_metadata(source, layer, copies)
+        return meta, attaching.result()
+
+
+def fetched_metadata(source: ChunkSource, layer: Layer, copies: Path) -> Path:
     """Metadata as a file of this node: whole, checked, and there or not there.
 
     It is not synced: after a crash of the machine nothing is mounted, and the size is looked at.
     """
     copies.mkdir(mode=0o700, parents=True, exist_ok=True)
+    blob = layer.mounted
     target = copies / hex_of(blob.digest)
-    if not (target.is_file() and target.stat().st_size == blob.size_bytes):
+    if not (is_used(target) and target.stat().st_size == blob.size_bytes):
         with appearing(target) as partial:
-            source.metadata(blob, partial)
+            source.metadata(layer, partial)
             partial.chmod(0o444)
+        trim(copies, keep=target)
     return target.resolve()

@@ -1,14 +1,15 @@
-"""The chunks a start reads, compressed and in the order they are read: one file beside a profile.
+"""The chunks a start reads, compressed and in the order they lie in the data; and the layer's metadata, compressed.
 
+    <store>/profiles/<hex of the layer>.meta     a zlib stream
     <store>/profiles/<hex of the layer>.pack
     "ODSPACK1", count (4 bytes), then for each chunk its number and compressed size (4 bytes each),
     then for each a zlib stream
 
-A start that is waited for is bound by the bytes it has to bring: code and text compress to two fifths, and bytes that
-come in the order they are needed come in time. 64 KiB at a time lose nothing against all at once. zlib, because it is
-everywhere Python is.
+A start that is waited for is bound by the bytes it has to bring: code and text compress to two fifths, metadata to a
+sixth. 64 KiB at a time lose nothing against all at once. zlib, because it is everywhere Python is.
 
-It is advice as a profile is: sizes are bounded here, and every chunk is checked against the table by whoever uses it.
+Both are advice as a profile is: sizes are bounded here, and whoever uses them checks every chunk against the table,
+and metadata against its digest. Beside a profile, and gone with it.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from opendsec.store.loading.profiles import MOST_CHUNKS
 from opendsec.store.loading.sources import StoreFiles
 from opendsec.store.manifest import hex_of
 
+LEAST_METADATA_BYTES = 256 << 10
+"""Of less the round trip costs more than it saves."""
+MOST_METADATA_BYTES = 64 << 20
+"""Of more the memory."""
 GROUP_BYTES = 256 << 10
 """Of one request, about: small enough that what is needed first is there soon."""
 _MAGIC = b"ODSPACK1"
@@ -46,6 +51,32 @@ class Entry:
 def pack_name(layer_digest: str) -> str:
     """Of the file, relative to the store."""
     return f"profiles/{hex_of(layer_digest)}.pack"
+
+
+def metadata_name(layer_digest: str) -> str:
+    """Of the file, relative to the store."""
+    return f"profiles/{hex_of(layer_digest)}.meta"
+
+
+def encode_metadata(content: bytes) -> bytes:
+    """The bytes of that file."""
+    return zlib.compress(content, _LEVEL)
+
+
+def read_metadata(files: StoreFiles, layer: Layer) -> bytes | None:
+    """The layer's metadata, **not checked**; None when the store has it not compressed, or it is none of that size.
+
+    OSError when the store does not answer.
+    """
+    size = layer.mounted.size_bytes
+    if not LEAST_METADATA_BYTES <= size <= MOST_METADATA_BYTES:
+        return None
+    try:
+        stream = files.read_whole(metadata_name(layer.digest), most=size)
+    except FileNotFoundError:
+        return None
+    content = _inflated(stream, size)
+    return content if content is not None and len(content) == size else None
 
 
 def encode_pack(chunks: Iterable[tuple[int, bytes]]) -> bytes:
@@ -72,12 +103,18 @@ def decode_index(head: bytes, layer: Layer) -> tuple[Entry, ...]:
     return tuple(found)
 
 
-def read_index(files: StoreFiles, layer: Layer) -> tuple[Entry, ...]:
-    """What the layer's pack holds, in order; nothing when the store has none, or does not answer."""
+MOST_HEAD_BYTES = _HEAD_BYTES + MOST_CHUNKS * _ENTRY.size
+"""Of a pack, what says what is in it."""
+
+
+def read_head(files: StoreFiles, layer: Layer) -> bytes:
+    """The first bytes of the layer's pack, what says what is in it and maybe more; none when the store has none, or
+    does not answer.
+    """
     try:
-        return decode_index(files.read(pack_name(layer.digest), 0, _HEAD_BYTES + MOST_CHUNKS * _ENTRY.size), layer)
+        return files.read(pack_name(layer.digest), 0, MOST_HEAD_BYTES)
     except OSError:
-        return ()
+        return b""
 
 
 def groups(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
@@ -91,24 +128,30 @@ def groups(entries: Iterable[Entry]) -> list[tuple[Entry, ...]]:
     return [tuple(group) for group in found]
 
 
-def read_group(files: StoreFiles, layer_digest: str, group: Sequence[Entry]) -> Mapping[int, bytes]:
-    """Chunks of one group that could be had, **not checked**."""
+def read_group(files: StoreFiles, layer_digest: str, group: Sequence[Entry]) -> bytes:
+    """The bytes of one group, as many as could be had, **not checked**. OSError."""
     first, end = group[0].offset, group[-1].offset + group[-1].size
-    try:
-        content = files.read(pack_name(layer_digest), first, end - first)
-    except OSError:
-        return {}
+    return files.read(pack_name(layer_digest), first, end - first)
+
+
+def chunks_of(group: Sequence[Entry], content: bytes) -> Mapping[int, bytes]:
+    """Chunks in the bytes of a group, **not checked**."""
+    first = group[0].offset
     found = {}
     for entry in group:
-        chunk = _inflated(content[entry.offset - first : entry.offset - first + entry.size])
+        chunk = inflated(content[entry.offset - first : entry.offset - first + entry.size])
         if chunk is not None:
             found[entry.number] = chunk
     return found
 
 
-def _inflated(stream: bytes) -> bytes | None:
-    """At most a chunk, whatever the stream says."""
+def inflated(stream: bytes) -> bytes | None:
+    """At most a chunk, whatever the stream says; None when it is none."""
+    return _inflated(stream, CHUNK_BYTES)
+
+
+def _inflated(stream: bytes, most: int) -> bytes | None:
     try:
-        return zlib.decompressobj().decompress(stream, CHUNK_BYTES)
+        return zlib.decompressobj().decompress(stream, most)
     except zlib.error:
         return None

@@ -1,16 +1,15 @@
-"""Which chunks of a layer a start reads, written down once so that later starts have them before they ask.
+"""What of a layer a start reads, written down once (`recording`) so that later starts have it before they ask.
 
     <store>/profiles/<hex of the layer>.json     beside the store, for all nodes; best effort
 
-A profile is advice: it is believed in nothing but which chunks to fetch first, and whoever wrote it can make a node
-fetch at most MOST_CHUNKS of a layer it reads anyway.
+It says so twice: as parts of files, for whoever has the layer mounted (`starting`), and as chunks of its data, for
+whoever serves it (`daemon`). A profile is advice: it is believed in nothing but what to read first, and whoever wrote
+it can make a node read at most MOST_CHUNKS, in MOST_PARTS, of a layer it reads anyway.
 """
 
 from __future__ import annotations
 
-import threading
-import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
@@ -24,17 +23,34 @@ from opendsec.store.loading.sources import StoreFiles, data_name
 from opendsec.store.manifest import hex_of
 
 SCHEMA = 1
+BESIDE = (".pack", ".meta")
+"""What lies beside a profile (`packs`), and goes with it."""
 FOLDER = "profiles"
-RECORD_S = 5.0
-"""From the first read of a layer that has no profile."""
 MOST_CHUNKS = 1024
 """64 MiB: what reads more than that does more than start."""
-_MOST_BYTES = 1 << 20
+MOST_PARTS = 16_384
+"""Of files."""
+MOST_BYTES = 2 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FileRead:
+    """Parts of one file that are read."""
+
+    path: str
+    """Relative to the layer's root; not believed to be one."""
+    parts: tuple[tuple[int, int], ...]
+    """Offset and length in bytes."""
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all parts."""
+        return sum(length for _, length in self.parts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """Chunks of one layer's data, in the order they were first read."""
+    """What is read of one layer, in the order in which it lies in the layer's data."""
 
     layer: str
     """Digest."""
@@ -43,6 +59,8 @@ class Profile:
     chunks: tuple[int, ...]
     recorded_at: float
     """Unix time, seconds."""
+    reads: tuple[FileRead, ...] = ()
+    """Empty in profiles of earlier versions."""
     command: str = ""
     """What was started, when it was recorded on purpose."""
 
@@ -54,6 +72,7 @@ class _Written(msgspec.Struct):
     runs: list[tuple[int, int]]
     recorded_at: float
     command: str = ""
+    reads: list[tuple[str, list[tuple[int, int]]]] = []
 
 
 def profile_name(layer_digest: str) -> str:
@@ -77,6 +96,7 @@ def encode_profile(profile: Profile) -> bytes:
             runs=runs,
             recorded_at=profile.recorded_at,
             command=profile.command,
+            reads=[(read.path, list(read.parts)) for read in profile.reads],
         )
     )
 
@@ -100,7 +120,23 @@ def decode_profile(content: bytes, layer: Layer) -> Profile | None:
         chunks=chunks,
         recorded_at=written.recorded_at,
         command=written.command,
+        reads=tuple(_bounded_reads(written.reads)),
     )
+
+
+def _bounded_reads(reads: Iterable[tuple[str, list[tuple[int, int]]]]) -> Iterable[FileRead]:
+    """No more bytes and parts than an honest one could have."""
+    left_parts, left_bytes = MOST_PARTS, MOST_CHUNKS * CHUNK_BYTES
+    for path, parts in reads:
+        kept = []
+        for offset, length in parts:
+            if left_parts <= 0 or length > left_bytes:
+                break
+            if offset >= 0 and length > 0:
+                kept.append((offset, length))
+                left_parts, left_bytes = left_parts - 1, left_bytes - length
+        if kept:
+            yield FileRead(path=path, parts=tuple(kept))
 
 
 def _bounded(runs: Iterable[tuple[int, int]], count: int) -> Sequence[int]:
@@ -117,7 +153,7 @@ def read_profile(files: StoreFiles, layer: Layer) -> Profile | None:
     if layer.data is None:
         return None
     try:
-        content = files.read_whole(profile_name(layer.digest), most=_MOST_BYTES)
+        content = files.read_whole(profile_name(layer.digest), most=MOST_BYTES)
     except OSError:
         return None
     return decode_profile(content, layer)
@@ -133,12 +169,11 @@ def forget_profiles(root: Path) -> int:
         except (FileNotFoundError, msgspec.DecodeError, UnicodeDecodeError, RecursionError, ImageInvalidError):
             is_there = False  # advice nobody can read is none
         if not is_there:
-            for beside in (path.with_suffix(".pack"), path):
-                beside.unlink(missing_ok=True)
+            path.unlink(missing_ok=True)
             forgotten += 1
-    for pack in (root / FOLDER).glob("*.pack"):
-        if not pack.with_suffix(".json").exists():
-            pack.unlink(missing_ok=True)
+    for beside in (one for suffix in BESIDE for one in (root / FOLDER).glob(f"*{suffix}")):
+        if not beside.with_suffix(".json").exists():
+            beside.unlink(missing_ok=True)
     return forgotten
 
 
@@ -160,56 +195,3 @@ def startup_bytes(files: StoreFiles, image: Image) -> int | None:
                 for number in profile.chunks
             )
     return total
-
-
-class Recording:
-    """What is read of one layer from the first read on, for RECORD_S or until it is told to end. Threads may share it.
-
-    `done` gets the chunks once; not at all when nothing was read.
-    """
-
-    def __init__(
-        self,
-        done: Callable[[tuple[int, ...]], None],
-        *,
-        seconds: float = RECORD_S,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._done = done
-        self._seconds = seconds
-        self._clock = clock
-        self._lock = threading.Lock()
-        self._seen: dict[int, None] = {}
-        self._end = float("inf")
-        self._is_over = False
-
-    def saw(self, numbers: Sequence[int]) -> None:
-        """The kernel asked for these chunks."""
-        if self._is_over:
-            return
-        with self._lock:
-            if not self._seen:
-                self._end = self._clock() + self._seconds
-            if len(self._seen) < MOST_CHUNKS:
-                self._seen.update(dict.fromkeys(numbers))
-
-    def tick(self) -> bool:
-        """Called now and then: whether it is over."""
-        if not self._is_over and self._clock() >= self._end:
-            self.finish()
-        return self._is_over
-
-    def seen(self) -> tuple[int, ...]:
-        """So far."""
-        with self._lock:
-            return tuple(self._seen)[:MOST_CHUNKS]
-
-    def finish(self) -> None:
-        """End it now."""
-        with self._lock:
-            if self._is_over:
-                return
-            self._is_over = True
-        seen = self.seen()
-        if seen:
-            self._done(seen)

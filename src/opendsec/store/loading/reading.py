@@ -2,6 +2,7 @@
 
     reader.read(offset, size, reply)     the kernel asks; `reply` is completed later, from some thread
     reader.load(numbers)                 the same chunks for the cache, before anybody asks
+    reader.packed = …                    from then on chunks the layer's pack has come from there, a group at a time
 
 A chunk is fetched by one thread however many wait for it. A read that has waited for `patience_s` gets EIO, also when
 the thread that fetches for it hangs in a file system that will never answer: the threads are lost then, up to
@@ -26,7 +27,7 @@ from typing import Protocol
 
 from opendsec.errors import NodeError, OpenDSecError
 from opendsec.model.image import Blob
-from opendsec.store.chunks import CHUNK_BYTES, check_chunk, chunk_count
+from opendsec.store.chunks import CHUNK_BYTES, chunk_count
 from opendsec.store.loading.cache import CachedBlob
 from opendsec.store.loading.fetch import ChunkSource
 
@@ -52,7 +53,7 @@ _TELL_EVERY_S = 5.0
 
 
 Given = tuple[Sequence[int], Callable[[], Mapping[int, bytes]]]
-"""Numbers of chunks, and what gets them."""
+"""Numbers of chunks, and what gets those of them that are to be had and right. It raises nothing."""
 
 
 class Answer(Protocol):
@@ -61,6 +62,25 @@ class Answer(Protocol):
     def give(self, *parts: bytes | memoryview) -> bool: ...
 
     def fail(self, number: int) -> bool: ...
+
+
+class Pack(Protocol):
+    """Chunks that come compressed, and may be kept so. `packed.Packed` is one."""
+
+    def has(self, number: int) -> bool:
+        """Whether that chunk may be on this node."""
+
+    def count(self) -> int:
+        """Of chunks that may be."""
+
+    def read(self, number: int) -> bytes | None:
+        """A chunk whose bytes are right, from this node; None when it is not here."""
+
+    def all(self) -> list[Given]:
+        """Everything, in the order to load it."""
+
+    def with_chunks(self, numbers: Iterable[int]) -> list[Given]:
+        """What has these chunks, as far as it is worth asking for."""
 
 
 class Engine:
@@ -178,7 +198,7 @@ class _Run:
 
 
 class BlobReader:
-    """Reads of one blob. `touched` is told which chunks the kernel asked for. Threads may share it.
+    """Reads of one blob. Threads may share it.
 
     `must_keep`: the kernel reads the cached file itself, so a chunk that could not be written there was not got.
     """
@@ -190,25 +210,30 @@ class BlobReader:
         table: bytes,
         cached: CachedBlob,
         *,
-        touched: Callable[[Sequence[int]], None],
         must_keep: bool = False,
     ) -> None:
         self.data = data
         self.cached = cached
+        self.packed: Pack | None = None
         self.failures = 0
         self.asked_bytes = 0
         """Of reads of the kernel."""
         self._engine = engine
-        self._table = table
-        self._touched = touched
+        self.table = table
         self._must_keep = must_keep
         self._lock = threading.Lock()
         self._under_way: dict[int, Future[bytes]] = {}
-        self._queue: deque[_Run] = deque()
+        self._queue: deque[Callable[[], object]] = deque()
         self._active = 0
         self._streaks: OrderedDict[int, int] = OrderedDict()
         self._given_up: dict[int, float] = {}
         self._told_at = float("-inf")
+
+    @property
+    def present_bytes(self) -> int:
+        """About as many bytes of the blob are on this node, compressed or not."""
+        packed = self.packed.count() * CHUNK_BYTES if self.packed is not None else 0
+        return min(self.cached.present_bytes + packed, self.data.size_bytes)
 
     @property
     def patience_s(self) -> float:
@@ -218,7 +243,6 @@ class BlobReader:
     def read(self, offset: int, size: int, reply: Answer) -> None:
         """Complete `reply` with that part of the blob, now or later, or with EIO. The part lies within the blob."""
         numbers = _numbers(offset, size)
-        self._touched(numbers)
         self.asked_bytes += size
         have = {number: content for number in numbers if (content := self._here(number)) is not None}
         missing = [number for number in numbers if number not in have]
@@ -239,14 +263,10 @@ class BlobReader:
         runs = _runs(numbers, chunk_count(self.data.size_bytes))
         return self._in_turn([partial(self._load_now, run) for run in runs], at_once)
 
-    def load_given(
-        self,
-        groups: Iterable[Given],
-        *,
-        at_once: int = AHEAD_PER_BLOB,
-    ) -> list[Future[None]]:
-        """As `load`, but groups of chunks come from a call each, and are checked here."""
-        return self._in_turn([partial(self._load_given, numbers, read) for numbers, read in groups], at_once)
+    def load_packed(self, packed: Pack, *, at_once: int = AHEAD_PER_BLOB) -> list[Future[None]]:
+        """As `load`, but what a pack has; it is this blob's from now on."""
+        self.packed = packed
+        return self._in_turn([partial(self._load_given, given) for given in packed.all()], at_once)
 
     def _in_turn(self, works: Sequence[Callable[[], OpenDSecError | None]], at_once: int) -> list[Future[None]]:
         ready = iter(works)
@@ -296,9 +316,20 @@ class BlobReader:
             except OSError as error:  # the node's disk is in trouble; the store still has it
                 self.failed(f"cache: {error}")
                 return None
+            if content is None and self.packed is not None:
+                content = self.packed.read(number)
             if content is not None:
                 self._engine.keep(key, content)
         return content
+
+    def _absent(self, first: int, count: int) -> list[int]:
+        """Which of these chunks are certainly not on this node."""
+        missing = self.cached.missing(first, count)
+        packed = self.packed
+        return missing if packed is None else [number for number in missing if not packed.has(number)]
+
+    def _absent_of(self, numbers: Iterable[int]) -> list[int]:
+        return [number for one in numbers for number in self._absent(one, 1)]
 
     def _wait_for(self, missing: list[int], have: dict[int, bytes], offset: int, size: int, reply: Answer) -> None:
         deadline = time.monotonic() + self._engine.patience_s
@@ -310,10 +341,12 @@ class BlobReader:
 
     def request(self, waiting: _Waiting, numbers: Sequence[int]) -> None:
         """See that these chunks are fetched, if nobody does so yet, and that they arrive."""
+        works = [] if self.packed is None else [self._claim_given(given) for given in self.packed.with_chunks(numbers)]
         wanted, runs = self._claim(numbers, waiting.deadline)
         with self._lock:
-            self._queue.extend(runs)
-        self._start_runs()
+            self._queue.extend(work for work in works if work is not None)
+            self._queue.extend(partial(self._fetch, run) for run in runs)
+        self._start_works()
         for number, future in wanted:
             future.add_done_callback(lambda done, number=number: waiting.arrived(number, done))  # type: ignore[misc]
 
@@ -348,25 +381,25 @@ class BlobReader:
         future.set_result(content)
         return future
 
-    def _start_runs(self) -> None:
+    def _start_works(self) -> None:
         with self._lock:
             ready = []
             while self._queue and self._active < DEMAND_PER_BLOB:
                 self._active += 1
                 ready.append(self._queue.popleft())
-        for run in ready:
+        for work in ready:
             try:
-                self._engine.demand.submit(self._work, run)
+                self._engine.demand.submit(self._work, work)
             except RuntimeError:  # closed meanwhile; the clock has told those who wait
                 return
 
-    def _work(self, run: _Run) -> None:
+    def _work(self, work: Callable[[], object]) -> None:
         try:
-            self._fetch(run)
+            work()
         finally:
             with self._lock:
                 self._active -= 1
-            self._start_runs()
+            self._start_works()
 
     def _fetch(self, run: _Run) -> OpenDSecError | None:
         """Complete the futures of a run, then keep what came; why some did not."""
@@ -374,7 +407,7 @@ class BlobReader:
         error: OpenDSecError | None = NodeError("nobody waits any longer", retryable=True)
         try:
             if time.monotonic() < run.deadline:
-                fetched = self._engine.source.fetch(self.data, self._table, run.first, len(run.futures))
+                fetched = self._engine.source.fetch(self.data, self.table, run.first, len(run.futures))
                 chunks, error = dict(fetched.chunks), fetched.error
                 if self._must_keep:
                     chunks, error = self._written(chunks, error)
@@ -418,6 +451,10 @@ class BlobReader:
 
     def _load_now(self, numbers: Sequence[int]) -> OpenDSecError | None:
         """In this thread, what is neither here nor under way."""
+        for given in self.packed.with_chunks(self._absent_of(numbers)) if self.packed is not None else ():
+            error = self._load_given(given)
+            if error is not None:
+                return error
         return self._fetch_each(self._claim_absent(numbers))
 
     def _fetch_each(self, runs: Sequence[_Run]) -> OpenDSecError | None:
@@ -433,23 +470,33 @@ class BlobReader:
         return error
 
     def _claim_absent(self, numbers: Iterable[int]) -> list[_Run]:
-        absent = [n for first in numbers for n in self.cached.missing(first, 1)]
         with self._lock:
-            absent = [number for number in absent if number not in self._under_way]
+            absent = [number for number in self._absent_of(numbers) if number not in self._under_way]
         return self._claim(absent, time.monotonic() + self._engine.patience_s)[1]
 
-    def _load_given(self, numbers: Sequence[int], read: Callable[[], Mapping[int, bytes]]) -> OpenDSecError | None:
-        """In this thread; what `read` does not give, or gives wrong, is fetched."""
-        runs = self._claim_absent(numbers)
+    def _load_given(self, given: Given) -> OpenDSecError | None:
+        """In this thread, what is neither here nor under way."""
+        work = self._claim_given(given)
+        return None if work is None else work()
+
+    def _claim_given(self, given: Given) -> Callable[[], OpenDSecError | None] | None:
+        """What gets those of these chunks that are neither here nor under way; None when all are."""
+        runs = self._claim_absent(given[0])
+        return partial(self._bring, runs, given[1]) if runs else None
+
+    def _bring(self, runs: Sequence[_Run], read: Callable[[], Mapping[int, bytes]]) -> OpenDSecError | None:
+        """What `read` does not give is fetched. What stays here compressed is kept once."""
         left = list(runs)
         problem: OpenDSecError | None = None
         try:
-            given = read() if runs else {}
+            given = read()
             for run in runs:
                 wanted = range(run.first, run.first + len(run.futures))
-                chunks = {n: given[n] for n in wanted if n in given and check_chunk(self._table, n, given[n])}
+                chunks = {number: given[number] for number in wanted if number in given}
                 if len(chunks) == len(wanted):
-                    kept, error = self._written(chunks, None)
+                    packed = self.packed
+                    unkept = {n: chunk for n, chunk in chunks.items() if packed is None or not packed.has(n)}
+                    kept, error = self._written(unkept, None)
                     left.remove(run)
                     self._complete(run, kept if self._must_keep else chunks, error)
                     problem = problem or error
@@ -468,7 +515,7 @@ class BlobReader:
         if streak < STREAK_BYTES or end >= self.data.size_bytes:
             return
         first, count = -(-end // CHUNK_BYTES), window // CHUNK_BYTES
-        absent = self.cached.missing(first, count)
+        absent = self._absent(first, count)
         if len(absent) * 2 > count:
             self.load(absent, at_once=1 + len(absent) // RUN_CHUNKS)
 

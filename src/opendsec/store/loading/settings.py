@@ -3,6 +3,7 @@
 OPENDSEC_LOADER           auto, direct, fuse or fanotify (auto: direct for a directory, fuse for http(s):// and s3://)
 OPENDSEC_CACHE_MB         of the node's disk for chunks, at most (a tenth of the disk, at least 1024)
 OPENDSEC_STORE_TIMEOUT    seconds after which a read the store does not answer is an I/O error (30)
+OPENDSEC_START_WAIT_MS    a create waits at most so long until what its start reads is here; 0: not at all (1000)
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from opendsec.store.loading.fetch import PATIENCE_S
 from opendsec.store.loading.sources import is_remote
 
 LEAST_CACHE_MB = 1024
+START_WAIT_MS = 1000
 _MB = 1 << 20
 
 
@@ -31,6 +33,7 @@ class LoadingSettings:
     cache_mb: int | None
     """None: `default_cache_bytes`."""
     patience_s: float
+    start_wait_s: float = START_WAIT_MS / 1000
 
     @property
     def attempt_s(self) -> float:
@@ -46,6 +49,7 @@ def read_loading(environment: Mapping[str, str], *, state_dir: Path) -> LoadingS
         kind=_kind(environment.get("OPENDSEC_LOADER") or "auto", address),
         cache_mb=_number(environment, "OPENDSEC_CACHE_MB"),
         patience_s=float(_number(environment, "OPENDSEC_STORE_TIMEOUT") or PATIENCE_S),
+        start_wait_s=_wait_ms(environment) / 1000,
     )
 
 
@@ -74,6 +78,11 @@ def _number(environment: Mapping[str, str], name: str) -> int | None:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise _bad(name, f"{text!r} is not a number from 1 on")
     return int(text)
+
+
+def _wait_ms(environment: Mapping[str, str]) -> int:
+    is_zero = environment.get("OPENDSEC_START_WAIT_MS") == "0"
+    return 0 if is_zero else _number(environment, "OPENDSEC_START_WAIT_MS") or START_WAIT_MS
 
 
 def _bad(name: str, why: str) -> InvalidSpecError:

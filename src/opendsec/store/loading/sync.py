@@ -24,14 +24,12 @@ from opendsec.store.chunks import check_table, file_digest, make_table
 from opendsec.store.compose import split_reference
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layout import layer_files, manifest_file
-from opendsec.store.loading.packs import pack_name
-from opendsec.store.loading.profiles import profile_name
+from opendsec.store.loading.packs import metadata_name, pack_name
+from opendsec.store.loading.profiles import MOST_BYTES, profile_name
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
 from opendsec.store.loading.sources import ObjectFiles, StoreFiles, is_remote, open_files
 from opendsec.store.manifest import Tag, encode_tag, tag_file_name
 from opendsec.store.progress import OnProgress, Progress, quietly
-
-_PROFILE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -234,10 +232,10 @@ def _check_file(store: ImageStore, layer: Layer, file: str) -> None:
 
 def _bring_profile(store: ImageStore, files: StoreFiles, layer: Layer) -> None:
     path = store.root / profile_name(layer.digest)
-    if path.is_file() and path.stat().st_size <= _PROFILE_BYTES:
-        pack = store.root / pack_name(layer.digest)
-        if pack.is_file():
-            files.write(pack_name(layer.digest), pack.read_bytes())
+    if path.is_file() and path.stat().st_size <= MOST_BYTES:
+        for name in (metadata_name(layer.digest), pack_name(layer.digest)):
+            if (store.root / name).is_file():
+                files.write(name, (store.root / name).read_bytes())
         files.write(profile_name(layer.digest), path.read_bytes())
 
 

@@ -27,11 +27,17 @@ from opendsec.linux.process import children
 from opendsec.model.image import Image, ImageConfig
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
+from opendsec.store.loading.base import Loader
 from opendsec.store.loading.control import ask
+from opendsec.store.loading.fanotify import FanotifyLoader
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.fuse import SOCKET, FuseLoader
 from opendsec.store.loading.sources import open_files
+from opendsec.store.loading.starting import Starts
 from opendsec.store.mounts import LayerMounts, unmount_layers
+
+START_WAIT_S = 20.0
+"""So that a busy machine does not end the waiting."""
 
 Truth = Mapping[str, str]
 """Digest of each file's content."""
@@ -97,13 +103,20 @@ class Node:
         assert self.process.wait(20) == 0
 
     @contextlib.contextmanager
-    def mounts(self, *, wait_s: float = 20.0) -> Iterator[LayerMounts]:
-        """As an edge has them."""
-        source = ChunkSource(open_files(self.address, attempt_s=2.0), patience_s=5.0)
-        loader = FuseLoader(source, self.state_dir / "cache" / "metadata", self.run_dir, returns_s=wait_s)
-        with LayerMounts(loader, self.run_dir / "layers", wait_s=wait_s) as layers:
-            yield layers
-        loader.close()
+    def mounts(self, *, wait_s: float = 20.0, record_s: float | None = None) -> Iterator[LayerMounts]:
+        """As an edge has them, but that nothing is recorded unless it is said when."""
+        files = open_files(self.address, attempt_s=2.0)
+        source = ChunkSource(files, patience_s=5.0)
+        loader: Loader = FuseLoader(source, self.state_dir / "cache" / "metadata", self.run_dir, returns_s=wait_s)
+        if self.environment.get("OPENDSEC_LOADER") == "fanotify":
+            loader = FanotifyLoader(source, self.run_dir, self.state_dir, returns_s=wait_s)
+        starts = Starts(files, self.state_dir / "cache", wait_s=START_WAIT_S, record_s=record_s)
+        try:
+            with LayerMounts(loader, self.run_dir / "layers", wait_s=wait_s, starts=starts) as layers:
+                yield layers
+        finally:
+            starts.close()
+            loader.close()
 
 
 StartNode = Callable[..., Node]

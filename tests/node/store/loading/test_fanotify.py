@@ -24,7 +24,6 @@ from opendsec.linux.process import send_signal
 from opendsec.model.image import Image
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.cache import RESERVE_BYTES
-from opendsec.store.loading.fanotify import FanotifyLoader
 from opendsec.store.loading.fanotify_group import (
     FILLER,
     GUARDIAN,
@@ -35,10 +34,8 @@ from opendsec.store.loading.fanotify_group import (
     is_holding,
     place_of,
 )
-from opendsec.store.loading.fetch import ChunkSource
-from opendsec.store.loading.sources import open_files
 from opendsec.store.manifest import hex_of
-from opendsec.store.mounts import LayerMounts, unmount_layers
+from opendsec.store.mounts import unmount_layers
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.fanotify]
 
@@ -50,14 +47,6 @@ class FanotifyNode(Node):
     @property
     def place(self) -> Place:
         return place_of(self.run_dir, self.state_dir)
-
-    @contextlib.contextmanager
-    def mounts(self, *, wait_s: float = 20.0) -> Iterator[LayerMounts]:
-        source = ChunkSource(open_files(self.address, attempt_s=2.0), patience_s=5.0)
-        loader = FanotifyLoader(source, self.run_dir, self.state_dir, returns_s=wait_s)
-        with LayerMounts(loader, self.run_dir / "layers", wait_s=wait_s) as layers:
-            yield layers
-        loader.close()
 
     def wait_ready(self) -> None:
         """The processes started now, not those before them."""

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
-from tests.node.store.loading.conftest import StartNode, digest_or_error, digests, make_image, tree_of, truth
+from tests.node.store.loading.conftest import StartNode, digests, make_image, tree_of, truth
 from tests.node.store.loading.servers import Served, s3_server, web_server
 
 from opendsec.errors import (
@@ -24,7 +24,6 @@ from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.store.compose import pinned
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
-from opendsec.store.loading.profiles import startup_bytes
 from opendsec.store.loading.reading import GIVEN_UP_S
 from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
 from opendsec.store.loading.sources import data_name, open_files, table_name
@@ -204,33 +203,3 @@ def test_sync_to_a_directory(store: ImageStore, disk: Path) -> None:
     assert ImageStore(disk / "third").names() == []
     with pytest.raises(UnsupportedError, match="plain HTTP"):
         sync_images(store, ["top"], "http://127.0.0.1:9/")
-
-
-def test_what_one_start_read_the_next_node_has_before_it_asks(
-    store: ImageStore, disk: Path, web: Served, start_node: StartNode
-) -> None:
-    image = make_image(store, "one", files=30)
-    first = start_node(str(store.root))
-    with first.mounts() as layers:
-        (fd,) = layers.acquire(image)
-        for name in ("d1/f1", "d2/f2", "d3/f3"):
-            (tree_of(fd) / name).read_bytes()
-    first.stop()
-    read = startup_bytes(open_files(web.url), image)
-    assert read is not None
-    assert 0 < read < image.layers[0].size_bytes / 2
-    second = start_node(web.url)
-    with second.mounts() as layers:
-        (fd,) = layers.acquire(image)
-        (layer,) = second.ask("status")["layers"].values()
-        while layer["loading"]:
-            time.sleep(0.02)
-            (layer,) = second.ask("status")["layers"].values()
-        assert layer["asked_bytes"] == 0
-        assert abs(layer["present_bytes"] - read) < 70_000
-        before = second.ask("status")["store"]["requests"]
-        web.faults = ["500"]
-        expected = truth(store, image, disk)
-        found = {name: digest_or_error(tree_of(fd) / name) for name in ("d1/f1", "d2/f2", "d3/f3")}
-        assert found == {name: expected[name] for name in found}
-        assert second.ask("status")["store"]["requests"] == before

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 from tests.unit.store.loading.faulty import FaultyFiles, blob_of, pieces_of
 
-from opendsec.errors import DigestMismatchError, ImageInvalidError, NodeError
-from opendsec.model.image import Blob
+from opendsec.errors import DigestMismatchError, DiskFullError, ImageInvalidError, NodeError
+from opendsec.model.image import Blob, Layer
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.fetch import WRONG_TRIES, ChunkSource
+from opendsec.store.loading.packs import encode_metadata, metadata_name
 from opendsec.store.loading.sources import DirectoryFiles, data_name
 
 CONTENT = random.Random(7).randbytes(5 * CHUNK_BYTES + 1234)
@@ -111,14 +112,46 @@ def test_tables_are_checked() -> None:
         source_of(files, patience_s=0.1).table(BLOB)
 
 
+def layer_of(content: bytes, size_bytes: int, *, data: Blob | None = BLOB) -> Layer:
+    blob = Blob(digest=f"sha256:{hashlib.sha256(content).hexdigest()}", size_bytes=size_bytes)
+    return Layer(digest=blob.digest, size_bytes=size_bytes, meta=blob if data else None, data=data)
+
+
 def test_metadata_is_checked_as_a_whole(tmp_path: Path) -> None:
-    blob = Blob(digest=f"sha256:{hashlib.sha256(CONTENT).hexdigest()}", size_bytes=len(CONTENT))
     files = FaultyFiles(CONTENT)
-    source_of(files).metadata(blob, tmp_path / "good")
+    layer = layer_of(CONTENT, len(CONTENT))
+    source_of(files).metadata(layer, tmp_path / "good")
     assert (tmp_path / "good").read_bytes() == CONTENT
     files.fault = lambda _name, _offset, content: content[:-1] + b"\0"
     with pytest.raises(DigestMismatchError, match="metadata"):
-        source_of(files).metadata(blob, tmp_path / "bad")
+        source_of(files).metadata(layer, tmp_path / "bad")
+
+
+def test_metadata_comes_compressed_or_as_it_is(tmp_path: Path) -> None:
+    content = bytes(range(256)) * 4000
+    layer = layer_of(content, len(content))
+    files = FaultyFiles(content)
+    files.write(metadata_name(layer.digest), encode_metadata(content))
+    source_of(files).metadata(layer, tmp_path / "good")
+    assert files.reads == []
+    assert (tmp_path / "good").read_bytes() == content
+    files.write(metadata_name(layer.digest), encode_metadata(bytes(len(content))))
+    source_of(files).metadata(layer, tmp_path / "other")
+    assert (tmp_path / "other").read_bytes() == content
+    assert files.reads
+
+
+@pytest.mark.parametrize("data", [BLOB, None])
+def test_metadata_that_says_it_is_huge_is_not_begun(tmp_path: Path, data: Blob | None) -> None:
+    """A manifest may name any size; what is read of it is no more than there is."""
+    files = FaultyFiles(CONTENT)
+    with pytest.raises((ImageInvalidError, DiskFullError)):
+        source_of(files).metadata(layer_of(CONTENT, 1 << 60, data=data), tmp_path / "huge")
+    assert files.reads == []
+    files = FaultyFiles(CONTENT)
+    with pytest.raises(DigestMismatchError, match="metadata"):
+        source_of(files).metadata(layer_of(CONTENT, 64 << 20, data=data), tmp_path / "short")
+    assert len(files.reads) == WRONG_TRIES, "the first piece is too short"
 
 
 def test_closing_ends_the_waiting() -> None:

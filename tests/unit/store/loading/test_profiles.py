@@ -1,4 +1,4 @@
-"""Profiles are advice: kept as recorded, believed in nothing else; a recording ends by itself or when told."""
+"""Profiles are advice: kept as recorded, and believed in nothing else."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from opendsec.model.image import Blob, Image, ImageConfig, Layer
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.profiles import (
     MOST_CHUNKS,
+    MOST_PARTS,
+    FileRead,
     Profile,
-    Recording,
     decode_profile,
     encode_profile,
     forget_profiles,
@@ -36,7 +37,12 @@ LAYER = Layer(
     data=Blob(digest=digest("c"), size_bytes=9 * CHUNK_BYTES + 5),
 )
 PROFILE = Profile(
-    layer=LAYER.digest, data=digest("c"), chunks=(9, 2, 3, 4, 0), recorded_at=1.5, command="python3 -c 'é'"
+    layer=LAYER.digest,
+    data=digest("c"),
+    chunks=(9, 2, 3, 4, 0),
+    recorded_at=1.5,
+    reads=(FileRead(path="usr/bin/é", parts=((0, 4096), (65_536, 8192))), FileRead(path="etc/x", parts=((0, 4096),))),
+    command="python3 -c 'é'",
 )
 
 
@@ -82,29 +88,6 @@ def test_what_a_start_reads() -> None:
     assert startup_bytes(files, image) == 1000 + 4 * CHUNK_BYTES + 5
 
 
-def test_a_recording_ends_by_the_clock() -> None:
-    now = [0.0]
-    done: list[tuple[int, ...]] = []
-    recording = Recording(done.append, seconds=5, clock=lambda: now[0])
-    now[0] = 100
-    assert not recording.tick()
-    recording.saw([7, 8])
-    recording.saw([3, 7])
-    now[0] = 104
-    assert not recording.tick()
-    now[0] = 105
-    assert recording.tick()
-    recording.saw([1])
-    recording.finish()
-    assert done == [(7, 8, 3)]
-
-
-def test_a_recording_of_nothing_is_not_kept() -> None:
-    done: list[tuple[int, ...]] = []
-    Recording(done.append).finish()
-    assert done == []
-
-
 def test_profiles_of_data_that_is_gone_are_forgotten(tmp_path: Path) -> None:
     assert forget_profiles(tmp_path) == 0
     (tmp_path / "profiles").mkdir()
@@ -116,6 +99,7 @@ def test_profiles_of_data_that_is_gone_are_forgotten(tmp_path: Path) -> None:
     assert forget_profiles(tmp_path) == 1
     assert mine.exists()
     mine.with_suffix(".pack").touch()
+    mine.with_suffix(".meta").touch()
     (tmp_path / data_name(digest("c"))).unlink()
     assert forget_profiles(tmp_path) == 1
     assert list((tmp_path / "profiles").iterdir()) == []
@@ -129,3 +113,26 @@ def test_a_profile_that_names_the_same_chunks_again_and_again_costs_nothing() ->
     assert time.process_time() - begun < 0.3
     assert profile is not None
     assert profile.chunks == tuple(range(9))
+
+
+def test_parts_of_files_are_kept_within_reason() -> None:
+    def reads_of(*reads: object) -> tuple[FileRead, ...]:
+        content = json.loads(encode_profile(PROFILE)) | {"reads": reads}
+        profile = decode_profile(json.dumps(content).encode(), LAYER)
+        assert profile is not None
+        return profile.reads
+
+    assert reads_of(["a", [[-1, 5], [0, 0], [0, -7]]], ["b", []], ["c", [[5, 6]]]) == (
+        FileRead(path="c", parts=((5, 6),)),
+    )
+    assert sum(len(read.parts) for read in reads_of(*[["a", [[0, 1]] * 40]] * 1000)) == MOST_PARTS
+    whole = MOST_CHUNKS * CHUNK_BYTES
+    assert reads_of(["a", [[0, whole + 1]]], ["b", [[0, whole - 1]]], ["c", [[0, 1], [1, 1]]]) == (
+        FileRead(path="b", parts=((0, whole - 1),)),
+        FileRead(path="c", parts=((0, 1),)),
+    )
+    old = json.loads(encode_profile(PROFILE))
+    del old["reads"]
+    profile = decode_profile(json.dumps(old).encode(), LAYER)
+    assert profile is not None
+    assert profile.reads == ()

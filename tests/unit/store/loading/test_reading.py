@@ -35,7 +35,7 @@ def readers(
             made = []
             for content in contents:
                 blob, table = blob_of(content)
-                made.append(BlobReader(engine, blob, table, cache.open(blob, table), touched=lambda _: None))
+                made.append(BlobReader(engine, blob, table, cache.open(blob, table)))
             yield made
             engine.close()
             engine.demand.shutdown()
@@ -197,23 +197,6 @@ def test_a_load_that_fails_keeps_no_chunk_from_later_reads(tmp_path: Path) -> No
         files.fault = honest
         assert asked(reader, 0, 5 * CHUNK_BYTES).wait().content == CONTENT[: 5 * CHUNK_BYTES]
         assert not reader._under_way
-
-
-def test_chunks_that_are_given_reach_who_waits_though_nothing_can_be_kept(tmp_path: Path) -> None:
-    began, go_on = threading.Event(), threading.Event()
-
-    def given() -> dict[int, bytes]:
-        began.set()
-        go_on.wait(10)
-        return {0: CONTENT[:CHUNK_BYTES]}
-
-    with readers(tmp_path, FaultyFiles(CONTENT), CONTENT, limit_bytes=0) as (reader,):
-        (loading,) = reader.load_given([([0], given)], at_once=1)
-        assert began.wait(10)
-        answer = asked(reader, 0, CHUNK_BYTES)
-        go_on.set()
-        assert answer.wait().content == CONTENT[:CHUNK_BYTES]
-        assert loading.exception(timeout=10) is not None, "there is no use in loading more"
 
 
 def test_who_waited_behind_a_read_that_failed_does_not_wait_anew(tmp_path: Path) -> None:

@@ -35,6 +35,8 @@ def test_numbers() -> None:
     found = read_loading({"OPENDSEC_CACHE_MB": "70", "OPENDSEC_STORE_TIMEOUT": "9"}, state_dir=STATE)
     assert (found.cache_mb, found.patience_s, found.attempt_s) == (70, 9.0, 3.0)
     assert read_loading({}, state_dir=STATE).cache_mb is None
+    waits = [read_loading({"OPENDSEC_START_WAIT_MS": text}, state_dir=STATE).start_wait_s for text in ("", "0", "250")]
+    assert waits == [1.0, 0.0, 0.25]
     assert default_cache_bytes(Path("/")) >= 1 << 30
 
 
@@ -45,6 +47,7 @@ def test_numbers() -> None:
         ("OPENDSEC_CACHE_MB", "0"),
         ("OPENDSEC_CACHE_MB", "-1"),
         ("OPENDSEC_STORE_TIMEOUT", "soon"),
+        ("OPENDSEC_START_WAIT_MS", "-1"),
     ],
 )
 def test_nonsense_names_the_variable(name: str, value: str) -> None:
