@@ -53,6 +53,8 @@ class DSecFnCallArgs:
     compile_time_s: float = 30.0
     memory_mb: int = 256
     """MiB, of all processes of a run together."""
+    processes: int = 128
+    """Processes and threads of a run at once; another fork is refused."""
     output_kb: int = 1024
     """KiB of stdout and of stderr."""
     gpu: GpuRequest | None = None
@@ -125,6 +127,7 @@ class DSecFnCallArgs:
                 wall_time_s=float(self.wall_time_s),
                 compile_time_s=float(self.compile_time_s),
                 memory_mb=self.memory_mb,
+                processes=self.processes,
                 output_kb=self.output_kb,
                 gpu=self.gpu,
             )

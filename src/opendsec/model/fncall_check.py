@@ -26,6 +26,7 @@ MAX_FETCH = 64
 MAX_SECONDS = 3600.0
 MIN_MEMORY_MB, MAX_MEMORY_MB = 16, 1024 * 1024
 MAX_OUTPUT_KB = 16 * 1024
+MAX_PROCESSES = 4096
 CASE_OUTPUT_BYTES = 4096
 """So much of a case's stdout and of its stderr is in the answer to a judge call; all of it is judged."""
 
@@ -158,6 +159,8 @@ def _check_limits(spec: FnCallSpec) -> None:
             raise _bad(name, f"{value} is not between 0.01 and {MAX_SECONDS:g} seconds")
     if not MIN_MEMORY_MB <= spec.memory_mb <= MAX_MEMORY_MB:
         raise _bad("memory_mb", f"{spec.memory_mb} is not between {MIN_MEMORY_MB} and {MAX_MEMORY_MB} MiB")
+    if not 1 <= spec.processes <= MAX_PROCESSES:
+        raise _bad("processes", f"{spec.processes} is not between 1 and {MAX_PROCESSES}")
     if not 1 <= spec.output_kb <= MAX_OUTPUT_KB:
         raise _bad("output_kb", f"{spec.output_kb} is not between 1 and {MAX_OUTPUT_KB} KiB")
 
