@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 
+from opendsec.backends.console import Console
 from opendsec.errors import UnsupportedError
-from opendsec.guest.base import Guest
+from opendsec.guest.base import Guest, GuestStream
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import Image
+from opendsec.model.image import Image, ImageConfig
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind, SandboxSpec
 
@@ -187,6 +188,20 @@ class Backend(ABC):
         """
         del image
         raise UnsupportedError(f"the {self.kind.value} backend cannot pack", sandbox_id=handle.sandbox_id)
+
+    def lacks(self, config: ImageConfig) -> Mapping[Capability, str]:
+        """What sandboxes of an image with this configuration do not have, of what is declared, and why not."""
+        del config
+        return {}
+
+    def console(self, handle: Handle) -> Console:
+        """Screen, input and serial line. Raises UnsupportedError unless declared."""
+        raise UnsupportedError(f"the {self.kind.value} backend has no screen", sandbox_id=handle.sandbox_id)
+
+    async def dial(self, handle: Handle, guest: Guest, port: int) -> GuestStream:
+        """A connection to a port inside. Raises GuestError, GuestLostError, SandboxLostError."""
+        del handle
+        return await guest.dial(port)
 
     @abstractmethod
     async def snapshot(self, handle: Handle, target: Path) -> None:
