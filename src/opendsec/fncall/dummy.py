@@ -1,7 +1,7 @@
 """An engine of calls from memory, for our tests and for users': no kernel, no root; the same interface and promises.
 
-The only language is `sh`, which is the small one of `backends.dummy_shell`; "compiling" reads its words, and a script
-that has an unclosed quote is a compile error. Results are real (exit codes, output, limits, verdicts); time on a
+The only language is `sh`, also called `bash`, which is the small one of `backends.dummy_shell`; "compiling" reads its
+words, and a script that has an unclosed quote is a compile error. Results are real (exit codes, output, limits, verdicts); time on a
 processor is not measured, so only `wall_time_s` ends a call early. `capacity` calls run at once, `queue` more wait.
 
 Refuses by name: function calls, GPUs, other languages.
@@ -110,7 +110,7 @@ def _check(spec: FnCallSpec) -> None:
         raise UnsupportedError("gpu: the dummy engine has none", detail={"field": "gpu"})
     if spec.task_type is TaskType.FUNCTION:
         raise UnsupportedError("task_type: the dummy engine calls no functions", detail={"field": "task_type"})
-    if spec.language != "sh":
+    if spec.language not in ("sh", "bash"):
         raise UnsupportedError(
             f"language: the dummy engine has no {spec.language}", detail={"field": "language"}, remedy="it has sh"
         )
