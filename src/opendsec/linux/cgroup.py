@@ -30,6 +30,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Self
 
+from opendsec.linux.cgroup_files import GroupFiles
 from opendsec.linux.mount import MountEntry, mountinfo
 
 CPU_PERIOD_US = 100_000
@@ -275,6 +276,37 @@ class CgroupDriver(ABC):
                 os.rmdir(name, dir_fd=self._parents[hierarchy, group_class])
             raise
         return CgroupLeaf(fds[0], tuple(fds[1:]))
+
+    def open_group(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> GroupFiles:
+        """Its files, kept open until the caller closes them. Raises FileNotFoundError when there is no such group."""
+        directories: dict[str, int] = {}
+        flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+        try:
+            directories[""] = os.open(name, flags, dir_fd=self._parents["", group_class])
+            for hierarchy in self.hierarchies():
+                if hierarchy:
+                    with contextlib.suppress(FileNotFoundError):
+                        directories[hierarchy] = os.open(name, flags, dir_fd=self._parents[hierarchy, group_class])
+        except OSError:
+            for fd in directories.values():
+                os.close(fd)
+            raise
+        return GroupFiles(directories)
+
+    def open_procs(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> tuple[int, ...]:
+        """`cgroup.procs` of a group in every hierarchy it is in, open for writing; the caller closes them.
+
+        Raises FileNotFoundError when there is no such group.
+        """
+        fds: list[int] = []
+        for hierarchy in self.hierarchies():
+            parent = self._parents[hierarchy, group_class]
+            try:
+                fds.append(os.open(f"{name}/cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=parent))
+            except FileNotFoundError:
+                if not hierarchy:
+                    raise
+        return tuple(fds)
 
     def names(self) -> set[tuple[str, CgroupClass]]:
         """Every group there is, in any hierarchy."""

@@ -28,6 +28,7 @@ from pathlib import Path
 from opendsec.linux import libc
 from opendsec.linux.netlink import Netlink, delete_link, new_address, new_default_route, new_veth, set_up
 from opendsec.linux.process import run
+from opendsec.linux.tap import make_tap
 
 DEFAULT_PREFIX = IPv4Network("10.209.0.0/16")
 FAMILY = "ods"
@@ -35,6 +36,7 @@ FAMILY = "ods"
 TABLES = "opendsec"
 """How their tables begin."""
 PEER = "eth0"
+LOOPBACK_INDEX = 1
 PEER_INDEX = 2
 """In a fresh network namespace only the loopback has an index, 1."""
 NFT_TIMEOUT_S = 10.0
@@ -107,15 +109,32 @@ class SandboxNetwork:
             await asyncio.to_thread(_attach, netlink, f"{self._links}{slot}", host, inner, pidfd)
         return inner
 
-    def may_be_attached(self, slot: int) -> bool:
-        """Whether the slot's link exists; one cheap look."""
-        return os.path.lexists(f"/sys/class/net/{self._links}{slot}")
+    def tap(self, slot: int | None) -> str:
+        """Name of the slot's link when it is a VMM's; of one that is up nowhere and has no address with None."""
+        return f"{self._links}{'boot' if slot is None else slot}"
 
-    def detach(self, slot: int) -> None:
-        """Remove the slot's link if it is still there (it goes with the namespace by itself)."""
+    async def attach_tap(self, slot: int | None) -> IPv4Address | None:
+        """Make the slot's link as a tap device, under the same rules as any other; the address of its inside.
+
+        With None: a link that leads nowhere, for a machine that only boots. Raises OSError, ValueError.
+        """
+        await self._prepare()
+        if slot is None:
+            await asyncio.to_thread(make_tap, self.tap(None))
+            return None
+        host, inner = self.addresses(slot)
+        await asyncio.to_thread(_attach_tap, self.tap(slot), host)
+        return inner
+
+    def may_be_attached(self, slot: int | None) -> bool:
+        """Whether the slot's link exists; one cheap look."""
+        return os.path.lexists(f"/sys/class/net/{self.tap(slot)}")
+
+    def detach(self, slot: int | None) -> None:
+        """Remove the slot's link if it is still there (a pair goes with the namespace by itself)."""
         with Netlink() as netlink:
             try:
-                netlink.request(delete_link(f"{self._links}{slot}"))
+                netlink.request(delete_link(self.tap(slot)))
             except OSError as error:
                 if error.errno != errno.ENODEV:
                     raise
@@ -148,12 +167,38 @@ class SandboxNetwork:
         return any(name.startswith(self._links) for _, name in socket.if_nameindex())
 
 
+def raise_loopback(pidfd: int) -> None:
+    """Switch on the loopback interface of that process's network namespace. Raises OSError."""
+    with _netns_of(pidfd) as (_, inside):
+        inside.request(set_up(LOOPBACK_INDEX))
+
+
+def socket_within(pidfd: int) -> socket.socket:
+    """A TCP socket that belongs to the network namespace of that process. Raises OSError."""
+    own = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        libc.setns(pidfd, libc.CLONE_NEWNET)
+        try:
+            return socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+        finally:
+            libc.setns(own, libc.CLONE_NEWNET)
+    finally:
+        os.close(own)
+
+
 def _attach(netlink: Netlink, link: str, host: IPv4Address, inner: IPv4Address, pidfd: int) -> None:
     """`netlink` is the host's. In a thread, because the kernel's lock for links may be taken for a while."""
     with _netns_of(pidfd) as (netns, inside):
         netlink.request(new_veth(link, peer=PEER, peer_index=PEER_INDEX, peer_netns=netns))
         netlink.request(new_address(netlink.link_index(link), host, 31))
         inside.request(set_up(PEER_INDEX), new_address(PEER_INDEX, inner, 31), new_default_route(PEER_INDEX, host))
+
+
+def _attach_tap(link: str, host: IPv4Address) -> None:
+    make_tap(link)
+    with Netlink() as netlink:
+        index = netlink.link_index(link)
+        netlink.request(new_address(index, host, 31), set_up(index))
 
 
 @contextlib.contextmanager

@@ -123,10 +123,17 @@ class Vm(ABC):
 class Vmm(ABC):
     """One VMM on this host."""
 
+    degraded: str = ""
+    """After `open`: why it is slower than it could be; "": it is not."""
+
     @property
     @abstractmethod
     def binding(self) -> Binding:
         """What machines saved here are bound to; after `open`."""
+
+    def command_line(self) -> str:
+        """What the kernel of its guests is told (`guest_setup.command_line`); after `open`."""
+        raise NotImplementedError
 
     @abstractmethod
     async def open(self) -> None:

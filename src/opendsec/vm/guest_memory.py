@@ -21,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from opendsec.store.durable import disk_full_named
+from opendsec.vm.sparse import data_extents
 
 MEMORY, PAGES, INDEX = "memory", "pages", "index"
 PAGE = mmap.PAGESIZE
@@ -126,11 +127,11 @@ def load_pages(pid: int, base: Path, saved: Path, *, size: int) -> None:
 def copy_memory(source: Path, target: Path) -> None:
     """A memory file without the pages that are zero, as a sparse file. Raises OSError, DiskFullError."""
     with disk_full_named(target.parent), source.open("rb") as old, target.open("xb") as new:
-        size = os.fstat(old.fileno()).st_size
-        new.truncate(size)
-        for at, end in _data_extents(old.fileno(), size):
-            for offset in range(at, end, _CHUNK):
-                _write_nonzero(new.fileno(), os.pread(old.fileno(), min(_CHUNK, end - offset), offset), offset)
+        new.truncate(os.fstat(old.fileno()).st_size)
+        for at, length in data_extents(old.fileno()):
+            for offset in range(at, at + length, _CHUNK):
+                data = os.pread(old.fileno(), min(_CHUNK, at + length - offset), offset)
+                _write_nonzero(new.fileno(), data, offset)
 
 
 def apply_pages(saved: Path, memory: Path) -> None:
@@ -168,20 +169,6 @@ def _saved_runs(saved: Path, *, size: int) -> Iterator[tuple[Run, memoryview]]:
                 with view[at : at + count * PAGE] as data:
                     yield Run(first, count), data
                 at += count * PAGE
-
-
-def _data_extents(fd: int, size: int) -> Iterator[tuple[int, int]]:
-    at = 0
-    while at < size:
-        try:
-            at = os.lseek(fd, at, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return
-            raise
-        end = os.lseek(fd, at, os.SEEK_HOLE)
-        yield at, end
-        at = end
 
 
 def _write_nonzero(fd: int, data: bytes, offset: int) -> None:

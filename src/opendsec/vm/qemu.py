@@ -38,11 +38,13 @@ from opendsec.errors import (
 from opendsec.guest.base import Guest
 from opendsec.guest.channel import connect
 from opendsec.linux import process
+from opendsec.linux.libc import tsc_khz
 from opendsec.linux.process import ProcessIdentity
 from opendsec.store.durable import disk_full_named
 from opendsec.store.programs import find_program
 from opendsec.vm import guest_memory as memory_files
 from opendsec.vm.base import Accelerator, Binding, Drive, MachineSpec, Place, Vm, Vmm
+from opendsec.vm.guest_setup import command_line
 from opendsec.vm.kvm import Kvm, usable_kvm
 from opendsec.vm.qemu_drives import Part, parted_disk
 from opendsec.vm.qemu_line import (
@@ -96,8 +98,7 @@ class QemuVmm(Vmm):
         self._binding: Binding | None = None
         self._program = Path()
         self._version = (0, 0)
-        self.degraded = ""
-        """Why it is slower than it could be."""
+        self._tsc_khz: int | None = None
 
     @property
     def binding(self) -> Binding:
@@ -119,7 +120,12 @@ class QemuVmm(Vmm):
                 f"QEMU does not say its version: {error}", detail={"probe": "qemu"}, remedy="reinstall qemu-system-x86"
             ) from error
         model = "max" if accelerator is Accelerator.TCG else await asyncio.to_thread(_host_processor)
+        if accelerator is Accelerator.TCG:  # the guest's counter is the host's
+            self._tsc_khz = await asyncio.to_thread(tsc_khz)
         self._binding = Binding(vmm="qemu-microvm", version=version, accelerator=accelerator, cpu_model=model)
+
+    def command_line(self) -> str:
+        return command_line(console="hvc0", accelerator=self.binding.accelerator, tsc_khz=self._tsc_khz)
 
     def serial_of(self, drive: Drive) -> str:
         """Read-only drives are partitions of one disk."""

@@ -1,0 +1,644 @@
+"""Sandboxes as microVMs: a guest kernel of their own, started by copying a machine that was booted before.
+
+One start is: the template of this image and shape (made first where there is none) → its files linked, its disk copied
+→ a tap device, where it has a network → a control group → restore → the agent's HELLO → RENEW: clock, randomness, names
+and addresses, before anybody else gets at it. Afterwards a sandbox needs nothing of this process.
+
+    <plan.run_dir>/vm/            what the VMM keeps there (`vm.base.Place`)
+    <plan.state_dir>/vm.json      what it takes to start the machine again
+    <plan.state_dir>/base/        the template's or snapshot's files, linked
+    <plan.state_dir>/disk.img     the writable disk
+    <plan.state_dir>/paused/      a paused machine; there while it must be believed, and whole
+    <plan.state_dir>/packed/      what it has written, while it is packed
+
+Pausing saves the machine and ends its VMM. Whoever destroys wins: it ends the VMM first, so that whatever else is going
+on with the sandbox fails, and then waits for its turn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
+
+import msgspec
+
+from opendsec.backends.base import Backend, Capability, Changes, Handle, Parked, Running, StartPlan, Usage
+from opendsec.backends.container_policy import host_root
+from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.container_templates import find_resolvers
+from opendsec.backends.ground import Ground, network_of
+from opendsec.backends.microvm_disk import copy_sparse
+from opendsec.backends.microvm_machines import Machines, addresses
+from opendsec.backends.microvm_shape import Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
+from opendsec.backends.microvm_templates import DISK, MACHINE
+from opendsec.errors import (
+    BackendUnavailableError,
+    DiskFullError,
+    HostCapabilityError,
+    InvalidSpecError,
+    NodeError,
+    OpenDSecError,
+    SandboxLostError,
+    SnapshotInvalidError,
+    StartError,
+    UnsupportedError,
+)
+from opendsec.guest.base import Guest, GuestError, GuestLostError
+from opendsec.linux.cgroup import CgroupDriver
+from opendsec.linux.network import SandboxNetwork
+from opendsec.linux.node_number import SLOTS, NodeNumber
+from opendsec.linux.probe import Remembered
+from opendsec.model.ids import SandboxId
+from opendsec.model.image import Image
+from opendsec.model.node import BackendReport
+from opendsec.model.spec import BackendKind
+from opendsec.store.durable import FULL, disk_full_named, remove_tree
+from opendsec.store.loading.base import LayerFiles
+from opendsec.store.mounts import LayerMounts
+from opendsec.vm.base import Place, Vm, Vmm
+from opendsec.vm.qemu_line import AGENT_SOCKET
+from opendsec.vm.upper import receive_upper
+
+PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "packed", "vm.json"
+CONNECT_TIMEOUT_S = 30.0
+FREEZE_TIMEOUT_MS = 600_000
+GONE_TIMEOUT_S = 20.0
+MAX_SOCKET_PATH = 107
+"""unix(7)"""
+_ALWAYS = frozenset(
+    {
+        Capability.EXEC,
+        Capability.SESSIONS,
+        Capability.PTY,
+        Capability.FILES,
+        Capability.MEMORY_LIMIT,
+        Capability.PIDS_LIMIT,
+        Capability.DISK_LIMIT,
+        Capability.PAUSE,
+        Capability.PACK,
+        Capability.SNAPSHOT,
+        Capability.RECOVER,
+    }
+)
+
+
+class MicroVmBackend(Backend):
+    """`vmm` runs the machines, `layers` has the files of images. `state_dir` and `run_dir` are this edge's own;
+    `kernels` is the state directory guest kernels are installed in. `ground` is what the backends of an edge share.
+    """
+
+    kind = BackendKind.MICROVM
+    parks = True
+    opens_at_leisure = True
+
+    def __init__(
+        self,
+        *,
+        vmm: Vmm,
+        layers: LayerMounts,
+        state_dir: Path,
+        run_dir: Path,
+        kernels: Path,
+        ground: Ground,
+        network: SandboxNetwork | None = None,
+    ) -> None:
+        self._vmm = vmm
+        self._layers = layers
+        self._state_dir = state_dir
+        self._run_dir = run_dir
+        self._kernels = kernels
+        self._ground = ground
+        self._given_network = network
+        self._network: SandboxNetwork | None = None
+        self._number: NodeNumber | None = None
+        self._driver: CgroupDriver | None = None
+        self._machines: Machines | None = None
+        self._may_network = False
+        self._resolvers: tuple[str, ...] = ()
+        self._reasons: list[str] = []
+        self._vms: dict[SandboxId, Vm] = {}
+        self._guests: dict[SandboxId, Guest] = {}
+        self._turns: dict[SandboxId, asyncio.Lock] = {}
+        """Held by whoever starts, ends or relies on a machine."""
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        if self._driver is None:
+            return frozenset()
+        found = set(_ALWAYS)
+        if "cpu" in self._driver.limits:
+            found.add(Capability.CPU_LIMIT)
+        if self._may_network:
+            found.add(Capability.NETWORK)
+        return frozenset(found)
+
+    async def open(self) -> None:
+        self._reasons.clear()
+        probes = Remembered(self._run_dir / "probed", state_dir=self._state_dir)
+        for name in ("root", "cgroup", "erofs", "mkfs.ext4"):
+            answer = await asyncio.to_thread(probes.probe, name)
+            if not answer.ok:
+                raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
+        await self._vmm.open()
+        if self._vmm.degraded:
+            self._reasons.append(f"degraded: {self._vmm.degraded}")
+        self._may_network = await self._can(probes, "network", "tun", "nft", "forwarding")
+        usable, refused = find_resolvers()
+        self._resolvers = tuple(usable)
+        if refused:
+            self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
+        machines = Machines(self._vmm, state_dir=self._state_dir, run_dir=self._run_dir, kernels=self._kernels)
+        try:
+            self._number, self._driver = await self._ground.enter()
+            self._network = self._given_network or network_of(self._number)
+            await machines.open(self._driver, self._network, host_id=host_root(self._number.first_slot + SLOTS - 1))
+        except OSError as error:
+            await self.close()
+            raise HostCapabilityError(
+                f"the microVM backend cannot be prepared: {error}", detail={"probe": "prepare"}
+            ) from error
+        except BaseException:
+            await self.close()
+            raise
+        self._machines = machines
+
+    async def close(self) -> None:
+        for vm in self._vms.values():
+            await vm.release()
+        self._vms.clear()
+        self._guests.clear()
+        if self._may_network and self._network is not None:
+            await self._network.close()
+        driver, self._driver = self._driver, None
+        if driver is not None:
+            self._ground.leave(driver)
+        self._number = self._machines = self._network = None
+
+    async def _can(self, probes: Remembered, feature: str, *names: str) -> bool:
+        for name in names:
+            answer = await asyncio.to_thread(probes.probe, name)
+            if not answer.ok:
+                self._reasons.append(f"no {feature}: {answer.sentence}")
+                return False
+        return True
+
+    def report(self) -> BackendReport:
+        names = tuple(sorted(capability.value for capability in self.capabilities))
+        return BackendReport(
+            available=self._machines is not None,
+            reasons=tuple(self._reasons),
+            capabilities=names,
+            live=len(self._vms),
+        )
+
+    # ── start, find, end ────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, plan: StartPlan) -> Running:
+        shape = self._check(plan)
+        layers = await self._layers.files_soon(plan.image)
+        try:
+            async with self._turn(plan.sandbox_id):
+                kept = await self._lay_out(plan, shape, layers)
+                handle = self._handle(plan, kept.shape)
+                limits = limits_of(plan.spec, kept.shape, self._vmm.binding.accelerator)
+                self._groups.create(plan.sandbox_id, limits, owner=0).__exit__()
+                vm = await self._restore(handle, kept, plan.state_dir / BASE, layers)
+                guest = await self._wake(handle, vm)
+        except (OSError, GuestError, GuestLostError) as error:
+            await self._clear(plan)
+            raise _start_error(error, plan.sandbox_id) from error
+        except OpenDSecError as error:
+            await self._clear(plan)
+            error.sandbox_id = error.sandbox_id or plan.sandbox_id
+            raise
+        return Running(handle=handle, guest=guest)
+
+    async def recover(self, handle: Handle) -> Running | Parked | None:
+        async with self._turn(handle.sandbox_id):
+            vm = await self._find(handle)
+            if (_state(handle) / PAUSED).is_dir():
+                if vm is not None:  # saved, and its VMM was about to be ended
+                    await self._end(handle, vm)
+                return Parked(handle=handle)
+            if vm is None:
+                return None
+            return Running(handle=handle, guest=await self._wake(handle, vm))
+
+    async def reconnect(self, handle: Handle) -> Guest | None:
+        async with self._turn(handle.sandbox_id):
+            vm = await self._find(handle)
+            if vm is None:
+                return None
+            guest = self._guests.get(handle.sandbox_id)
+            if guest is not None and not guest.closed:
+                return guest
+            return await self._wake(handle, vm)
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        guest = self._guests.pop(handle.sandbox_id, None)
+        if grace_s > 0 and guest is not None and not guest.closed:
+            await self._shut_down(handle, guest, grace_s)
+        self._groups.kill(handle.sandbox_id)
+        async with self._turn(handle.sandbox_id):
+            self._groups.kill(handle.sandbox_id)
+            vm = await self._find(handle)
+            if vm is not None:
+                await self._end(handle, vm)
+            await asyncio.to_thread(remove_tree, _state(handle) / PAUSED)
+
+    async def destroy(
+        self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
+    ) -> None:
+        self._groups.kill(sandbox_id)
+        guest = self._guests.pop(sandbox_id, None)
+        if guest is not None:
+            await guest.aclose()
+        try:
+            async with self._turn(sandbox_id):
+                await self._remove(sandbox_id, state_dir, run_dir, slot)
+        except TimeoutError as error:
+            raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
+        self._turns.pop(sandbox_id, None)
+
+    async def _remove(self, sandbox_id: SandboxId, state_dir: Path, run_dir: Path, slot: int) -> None:
+        self._groups.kill(sandbox_id)
+        vm = self._vms.pop(sandbox_id, None)
+        if vm is not None:
+            await vm.kill()
+        await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+        if self._may_network and self._networks.may_be_attached(slot):
+            await asyncio.to_thread(self._networks.detach, slot)
+        await asyncio.to_thread(_empty, run_dir, state_dir)
+        await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+
+    def usage(self, handle: Handle) -> Usage:
+        counters = self._groups.usage(handle.sandbox_id)
+        guest = self._guests.get(handle.sandbox_id)
+        inside = None if guest is None else guest.usage
+        if inside is None:
+            return Usage(memory_bytes=counters.memory_bytes, oom_kills=counters.oom_kills, cpu_s=counters.cpu_s)
+        return Usage(
+            memory_bytes=counters.memory_bytes,
+            oom_kills=inside.oom_kills + (counters.oom_kills or 0),
+            pids_denied=inside.pids_denied,
+            disk_full=inside.disk_full,
+            cpu_s=counters.cpu_s,
+        )
+
+    # ── pause, resume, snapshot, pack ───────────────────────────────────────────────────────────────────────────────
+
+    async def pause(self, handle: Handle) -> None:
+        async with self._turn(handle.sandbox_id):
+            await self._park(handle)
+
+    async def resume(self, handle: Handle) -> None:
+        async with self._turn(handle.sandbox_id):
+            try:
+                await self._unpark(handle)
+            except GuestLostError as error:
+                raise NodeError(
+                    f"the sandbox runs again, and its agent does not answer: {error}", sandbox_id=handle.sandbox_id
+                ) from error
+
+    async def snapshot(self, handle: Handle, target: Path) -> None:
+        async with self._turn(handle.sandbox_id), self._still(handle) as vm:
+            kept = await asyncio.to_thread(_read_kept, _state(handle))
+            machine = target / MACHINE
+            machine.mkdir(mode=0o700)
+            await vm.save(machine, whole=True)
+            await asyncio.to_thread(copy_sparse, _state(handle) / DISK, target / DISK)
+            await asyncio.to_thread(_write_kept, target, kept)
+
+    @contextlib.asynccontextmanager
+    async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[Changes]:
+        """The guest freezes its disk and sends what it has written; the tree is put together here, of its bytes."""
+        lower = await self._layers.acquire_soon(image)
+        tree = _state(handle) / PACKED
+        async with self._turn(handle.sandbox_id):
+            was_parked = (_state(handle) / PAUSED).is_dir()
+            await asyncio.to_thread(remove_tree, tree)
+            try:
+                guest = await self._awake(handle)
+                async with self._written(handle, guest, tree):
+                    yield Changes(tree=tree, lower=lower)
+            except (GuestError, GuestLostError) as error:
+                raise SandboxLostError(
+                    f"the guest did not hold still: {error}", sandbox_id=handle.sandbox_id
+                ) from error
+            finally:
+                await asyncio.to_thread(remove_tree, tree)
+                if was_parked:
+                    await self._park(handle)
+
+    @contextlib.asynccontextmanager
+    async def _written(self, handle: Handle, guest: Guest, tree: Path) -> AsyncIterator[None]:
+        """The upper directory at `tree`; once it is here, the whole machine stands still for the block."""
+        async with guest.frozen(timeout_ms=FREEZE_TIMEOUT_MS):
+            await receive_upper(guest.pack_upper(), tree)
+            vm = self._vms[handle.sandbox_id]
+            await vm.pause()
+            try:
+                yield
+            finally:
+                await vm.resume()
+        await self._renew(handle)
+
+    async def _awake(self, handle: Handle) -> Guest:
+        """A connection to its running agent, whatever it takes."""
+        guest = self._guests.get(handle.sandbox_id)
+        if guest is None or guest.closed:
+            await self._unpark(handle)
+            guest = self._guests[handle.sandbox_id]
+        return guest
+
+    async def _park(self, handle: Handle) -> None:
+        """Save it and end its VMM; whatever fails, it goes on as it was."""
+        state = _state(handle)
+        vm = await self._find(handle)
+        if (state / PAUSED).is_dir():
+            if vm is not None:
+                await self._end(handle, vm)
+            return
+        if vm is None:
+            raise SandboxLostError("the sandbox's machine is gone", sandbox_id=handle.sandbox_id)
+        saving = state / SAVING
+        await vm.pause()
+        try:
+            await asyncio.to_thread(_fresh, saving)
+            await vm.save(saving)
+        except BaseException:
+            await asyncio.to_thread(remove_tree, saving)
+            with contextlib.suppress(OpenDSecError):
+                await vm.resume()
+            raise
+        saving.rename(state / PAUSED)
+        await self._end(handle, vm)
+
+    async def _unpark(self, handle: Handle) -> None:
+        paused = _state(handle) / PAUSED
+        vm = await self._find(handle)
+        if not paused.is_dir():
+            if vm is None:
+                raise SandboxLostError("the sandbox's machine is gone", sandbox_id=handle.sandbox_id)
+            await self._wake(handle, vm)
+            return
+        if vm is not None:
+            await self._end(handle, vm)
+        kept = await asyncio.to_thread(_read_kept, _state(handle))
+        layers = await self._layers.files_soon(kept.image)
+        vm = await self._restore(handle, kept, paused, layers, paused=True)
+        # From here on its disk may differ from what was saved.
+        gone = paused.with_name(SAVING)
+        await asyncio.to_thread(remove_tree, gone)
+        paused.rename(gone)
+        await self._wake(handle, vm)
+        await asyncio.to_thread(remove_tree, gone)
+
+    @contextlib.asynccontextmanager
+    async def _still(self, handle: Handle) -> AsyncIterator[Vm]:
+        """The machine, standing still for the block; afterwards running, or parked, as it was."""
+        paused = _state(handle) / PAUSED
+        if paused.is_dir():
+            kept = await asyncio.to_thread(_read_kept, _state(handle))
+            layers = await self._layers.files_soon(kept.image)
+            vm = await self._restore(handle, kept, paused, layers, paused=True)
+            try:
+                yield vm
+            finally:
+                await self._end(handle, vm)
+            return
+        found = await self._find(handle)
+        if found is None:
+            raise SandboxLostError("the sandbox's machine is gone", sandbox_id=handle.sandbox_id)
+        await found.pause()
+        try:
+            yield found
+        finally:
+            await found.resume()
+            await self._renew(handle)
+
+    # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    def _check(self, plan: StartPlan) -> Shape:
+        if not 0 <= plan.slot < SLOTS:
+            raise InvalidSpecError(f"slot {plan.slot} is not between 0 and {SLOTS - 1}", detail={"field": "slot"})
+        if len(os.fsencode(plan.run_dir / PLACE / AGENT_SOCKET)) > MAX_SOCKET_PATH:
+            raise HostCapabilityError(
+                f"{plan.run_dir}/{PLACE}/{AGENT_SOCKET} is longer than a socket's path can be",
+                detail={"probe": "run_dir"},
+                remedy="use a shorter OPENDSEC_RUN_DIR",
+            )
+        if not is_online(plan.spec):
+            return shape_of(plan.spec)
+        if not self._may_network:
+            raise UnsupportedError(
+                "network_rules: this node cannot give microVMs a network",
+                detail={"field": "network_rules"},
+                remedy="; ".join(self._reasons),
+            )
+        try:
+            self._networks.addresses(plan.slot)
+        except ValueError as error:
+            raise StartError(f"no address is left for this sandbox: {error}", sandbox_id=plan.sandbox_id) from error
+        return shape_of(plan.spec)
+
+    async def _lay_out(self, plan: StartPlan, shape: Shape, layers: Sequence[LayerFiles]) -> Kept:
+        """Fill the state directory: what to restore from, a disk, and what it takes to do so again."""
+        base, disk = plan.state_dir / BASE, plan.state_dir / DISK
+        base.mkdir(mode=0o700)
+        kept = Kept(shape=shape, image=plan.image)
+        if plan.snapshot is None:
+            await self._made.take(plan.image, shape, layers, base, disk)
+        else:
+            kept = await asyncio.to_thread(_read_kept, plan.snapshot)
+            if kept.shape.online != is_online(plan.spec):
+                raise SnapshotInvalidError(
+                    f"the snapshot's sandbox had {'a' if kept.shape.online else 'no'} network",
+                    detail={"differs": "network"},
+                    remedy="ask for the same network_rules",
+                )
+            base.rmdir()
+            base.symlink_to(plan.snapshot / MACHINE)
+            await asyncio.to_thread(copy_sparse, plan.snapshot / DISK, disk)
+        await asyncio.to_thread(_write_kept, plan.state_dir, kept)
+        (plan.run_dir / PLACE).mkdir(mode=0o711)
+        return kept
+
+    def _handle(self, plan: StartPlan, shape: Shape) -> Handle:
+        return Handle(
+            backend=self.kind,
+            sandbox_id=plan.sandbox_id,
+            data={
+                "slot": plan.slot,
+                "online": int(shape.online),
+                "state_dir": str(plan.state_dir),
+                "run_dir": str(plan.run_dir),
+            },
+        )
+
+    async def _restore(
+        self, handle: Handle, kept: Kept, saved: Path, layers: Sequence[LayerFiles], *, paused: bool = False
+    ) -> Vm:
+        """Start the sandbox's VMM. Raises as `Vmm.restore`, and OSError."""
+        slot, online = int(handle.data["slot"]), kept.shape.online
+        tap = self._networks.tap(slot) if online else None
+        if online and not self._networks.may_be_attached(slot):
+            await self._networks.attach_tap(slot)
+        spec = machine(kept.shape, self._made.boot, layers, disk=_state(handle) / DISK, tap=tap, mac=mac_of(slot))
+        host_id = host_root(self._machine_slot(slot))
+        procs = self._groups.open_procs(handle.sandbox_id)
+        try:
+            async with self._made.room():
+                place = Place(directory=_place(handle), cgroup_procs=procs, host_id=host_id)
+                vm = await self._vmm.restore(saved, spec, place, paused=paused)
+        finally:
+            for fd in procs:
+                os.close(fd)
+        self._vms[handle.sandbox_id] = vm
+        return vm
+
+    async def _wake(self, handle: Handle, vm: Vm) -> Guest:
+        """It runs, its agent answers, and it is itself. Raises GuestLostError."""
+        await vm.resume()
+        guest = await vm.connect(timeout_s=CONNECT_TIMEOUT_S)
+        self._guests[handle.sandbox_id] = guest
+        await self._renew(handle)
+        return guest
+
+    async def _renew(self, handle: Handle) -> None:
+        guest = self._guests.get(handle.sandbox_id)
+        if guest is None or guest.closed:
+            return  # whoever connects next renews it
+        slot, online = int(handle.data["slot"]), bool(handle.data["online"])
+        inner, host = addresses(self._networks, slot, online=online)
+        token = secrets.token_bytes(32)
+        who = identity(token=token, slot=self._machine_slot(slot), inner=inner, host=host, resolvers=self._resolvers)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                await guest.renew(who)
+        except TimeoutError:
+            raise GuestLostError(f"the guest agent did not answer within {CONNECT_TIMEOUT_S:g} s") from None
+        except GuestError as error:
+            raise GuestLostError(f"the guest does not take its new identity: {error}") from error
+
+    async def _find(self, handle: Handle) -> Vm | None:
+        """Its machine if it has one, whoever started it."""
+        vm = self._vms.get(handle.sandbox_id)
+        if vm is not None and not _has_ended(vm.pid):
+            return vm
+        if vm is not None:
+            await self._end(handle, vm)
+        vm = await self._vmm.find(Place(directory=_place(handle)))
+        if vm is not None:
+            self._vms[handle.sandbox_id] = vm
+        return vm
+
+    async def _end(self, handle: Handle, vm: Vm) -> None:
+        guest = self._guests.pop(handle.sandbox_id, None)
+        if guest is not None:
+            await guest.aclose()
+        await vm.kill()
+        self._vms.pop(handle.sandbox_id, None)
+
+    async def _shut_down(self, handle: Handle, guest: Guest, grace_s: float) -> None:
+        """Ask, and wait as long as asked; whether it worked is for the caller to look at."""
+        vm = self._vms.get(handle.sandbox_id)
+        with contextlib.suppress(GuestLostError, GuestError, TimeoutError):
+            async with asyncio.timeout(grace_s + 1):
+                await guest.shutdown(round(grace_s * 1000))
+                if vm is not None:
+                    await vm.wait_ended()
+
+    async def _clear(self, plan: StartPlan) -> None:
+        await self.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
+
+    def _turn(self, sandbox_id: SandboxId) -> asyncio.Lock:
+        return self._turns.setdefault(sandbox_id, asyncio.Lock())
+
+    def _machine_slot(self, slot: int) -> int:
+        """The same slot among those of all edges of this kernel."""
+        if self._number is None:
+            raise _not_open()
+        return self._number.first_slot + slot
+
+    @property
+    def _groups(self) -> CgroupDriver:
+        if self._driver is None:
+            raise _not_open()
+        return self._driver
+
+    @property
+    def _networks(self) -> SandboxNetwork:
+        if self._network is None:
+            raise _not_open()
+        return self._network
+
+    @property
+    def _made(self) -> Machines:
+        if self._machines is None:
+            raise _not_open()
+        return self._machines
+
+
+# ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
+
+
+def _not_open() -> BackendUnavailableError:
+    return BackendUnavailableError("the microVM backend is not open")
+
+
+def _state(handle: Handle) -> Path:
+    return Path(str(handle.data["state_dir"]))
+
+
+def _place(handle: Handle) -> Path:
+    return Path(str(handle.data["run_dir"])) / PLACE
+
+
+def _has_ended(pid: int) -> bool:
+    """Also when nobody has reaped it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat[stat.rindex(b")") + 2 :][:1] in b"ZX"
+
+
+def _write_kept(directory: Path, kept: Kept) -> None:
+    with disk_full_named(directory):
+        (directory / KEPT).write_bytes(msgspec.json.encode(kept))
+
+
+def _read_kept(directory: Path) -> Kept:
+    try:
+        return msgspec.json.decode((directory / KEPT).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SnapshotInvalidError(f"{KEPT} cannot be read: {error}") from error
+
+
+def _fresh(directory: Path) -> None:
+    remove_tree(directory)
+    directory.mkdir(mode=0o700)
+
+
+def _start_error(error: OSError | GuestError | GuestLostError, sandbox_id: SandboxId) -> OpenDSecError:
+    if isinstance(error, OSError):
+        if error.errno in FULL:
+            return DiskFullError(f"no room to start a sandbox: {error}", sandbox_id=sandbox_id)
+        return StartError(f"the sandbox could not be prepared: {error}", sandbox_id=sandbox_id)
+    return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
+
+
+def _empty(*directories: Path) -> None:
+    """Remove what is in them. Blocking."""
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                remove_contents(fd)
+            finally:
+                os.close(fd)
