@@ -103,7 +103,6 @@ class Node:
         self._trash = settings.state_dir / "trash"
         self._run_root = settings.run_dir / "sbx"
         self._offered = Offered(backends)
-        self._images = images
         self._version = version
         self._sandboxes: dict[SandboxId, Sandbox] = {}
         self._ended: OrderedDict[SandboxId, Sandbox] = OrderedDict()
@@ -131,6 +130,7 @@ class Node:
                 spread_subdirectories(directory)
             await stack.enter_async_context(recovery.sole_edge(self.settings.state_dir))
             stack.callback(self._close_journals)
+            stack.callback(self._lookup.close)
             journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))
             output_writer = await stack.enter_async_context(WriterThread("output", at_once=True))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
@@ -330,7 +330,7 @@ class Node:
     async def _look_for_images(self) -> bool:
         """Whether they are known now; else those known before count."""
         try:
-            self._image_names = await asyncio.to_thread(self._images.names)
+            self._image_names = await self._lookup.names()
         except (OSError, errors.OpenDSecError) as exc:
             log.warning("images_unknown", extra={"fields": {"reason": str(exc)}})
             return False

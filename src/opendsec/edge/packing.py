@@ -19,6 +19,7 @@ import secrets
 import time
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -128,6 +129,7 @@ class Packing:
     def __init__(self, store: ImageStore, *, at_once: int = AT_ONCE) -> None:
         self._store = store
         self._at_once = asyncio.Semaphore(at_once)
+        self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="packs")
         self._turns: dict[SandboxId, asyncio.Lock] = {}
         self._packs: OrderedDict[tuple[SandboxId, str], Pack] = OrderedDict()
 
@@ -194,7 +196,7 @@ class Packing:
             def on_read() -> None:
                 loop.call_soon_threadsafe(read.set)
 
-            making = loop.run_in_executor(None, self._make, pack, changes, image, on_read)
+            making = loop.run_in_executor(self._threads, self._make, pack, changes, image, on_read)
             making.add_done_callback(lambda _: read.set())
             try:
                 await read.wait()

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from tests.unit.edge.edges import until
 
-from opendsec.edge.image_lookup import ImageLookup
+from opendsec.edge.image_lookup import THREADS, ImageLookup
 from opendsec.edge.images import AnyImage
 from opendsec.errors import ImageNotFoundError, NodeError
 from opendsec.model.image import Image
@@ -91,3 +91,16 @@ async def test_a_thousand_at_once_cost_two_lookups() -> None:
     await asyncio.gather(*(lookup.find(SandboxSpec(image="x")) for _ in range(1000)))
     assert images.asked <= 2
     assert time.monotonic() - begun < 5
+
+
+async def test_a_store_that_hangs_takes_no_threads_of_others() -> None:
+    images = Moving()
+    lookup = ImageLookup(images)
+    hanging = [
+        asyncio.create_task(lookup.find(SandboxSpec(image="x", toolkits=(f"t{n}",)))) for n in range(3 * THREADS)
+    ]
+    await until(lambda: images.asked == THREADS)
+    assert await asyncio.wait_for(asyncio.to_thread(int), 10) == 0
+    images.go.set()
+    await asyncio.gather(*hanging)
+    lookup.close()
