@@ -21,7 +21,7 @@ from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Changes, Handle, Running, StartPlan, Usage
-from opendsec.backends.container_policy import HOSTNAME, Shared, host_root, launch_plan
+from opendsec.backends.container_policy import HOSTNAME, LockedPlan, Shared, host_root, launch_plan
 from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import Templates, find_resolvers
 from opendsec.backends.ground import Ground, network_of
@@ -39,6 +39,7 @@ from opendsec.guest.base import Guest, GuestLostError
 from opendsec.guest.channel import connect
 from opendsec.linux import process
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
+from opendsec.linux.cgroup_files import GroupFiles
 from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
@@ -310,6 +311,10 @@ class ContainerBackend(Backend):
             disk_full=_is_full(str(handle.data["disk"])),
         )
 
+    def group_files(self, sandbox_id: SandboxId) -> GroupFiles:
+        """Its control groups, for whoever watches it closely; the caller closes them. FileNotFoundError: it is gone."""
+        return self._groups.open_group(sandbox_id)
+
     # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     def _check(self, plan: StartPlan) -> None:
@@ -358,6 +363,7 @@ class ContainerBackend(Backend):
                     cgroup1=leaf.procs,
                     listen=listen,
                     shared=self._shared,
+                    lock=plan.lock if isinstance(plan, LockedPlan) else None,
                 )
             )
 

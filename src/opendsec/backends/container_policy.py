@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from opendsec.backends.base import StartPlan
 from opendsec.linux.launch import Bind, IdMap, LaunchPlan, Tmpfs
 
 FIRST_HOST_ID = 268_435_456
@@ -69,6 +70,26 @@ def host_root(slot: int) -> int:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Lock:
+    """What a container has that keeps nothing between its uses: a root nobody writes to or rises from, and these."""
+
+    tmpfs: tuple[Tmpfs, ...]
+    """The only places where anything can be written."""
+    caps: int
+    """Of root inside; nobody else has any."""
+    sysctls: Mapping[str, str]
+    rlimits: Mapping[int, tuple[int, int]]
+    binds: tuple[Bind, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LockedPlan(StartPlan):
+    """A start that is locked down further than a sandbox is."""
+
+    lock: Lock
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Shared:
     """Descriptors every sandbox of this node is started with."""
 
@@ -87,6 +108,7 @@ def launch_plan(
     cgroup1: tuple[int, ...],
     listen: int,
     shared: Shared,
+    lock: Lock | None = None,
 ) -> LaunchPlan:
     """Everything the launcher needs for one sandbox. `lower` is topmost first."""
     return LaunchPlan(
@@ -102,9 +124,12 @@ def launch_plan(
         binds=(
             Bind(fd=shared.dev, target="/dev", read_only=True, devices=True),
             Bind(fd=shared.sys, target="/sys", read_only=True),
+            *(lock.binds if lock else ()),
         ),
-        tmpfs=(SHARED_MEMORY,),
+        tmpfs=lock.tmpfs if lock else (SHARED_MEMORY,),
         masks=MASKS,
-        caps=CAPS,
-        rlimits=RLIMITS,
+        caps=lock.caps if lock else CAPS,
+        rlimits={**RLIMITS, **lock.rlimits} if lock else RLIMITS,
+        root="ro,nosuid" if lock else "",
+        sysctls=lock.sysctls if lock else {},
     )

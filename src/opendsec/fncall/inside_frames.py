@@ -1,0 +1,13 @@
+"""The frames between `zygote` (on the host) and `inside` (the image's Python), as both have them; a test compares."""
+
+from __future__ import annotations
+
+import struct
+from typing import Final
+
+REQUEST: Final = struct.Struct("<II")
+"""Number of the call, seconds of processor time; with it three descriptors: task, stdout, stderr."""
+REPLY: Final = struct.Struct("<IIQQQII")
+"""Number, wait status, user and system time in us, largest resident set in KiB, killed leftovers, kills on request."""
+ASK_KILLS: Final = 0xFFFFFFFF
+"""As the number of a call: only answer how many kills there were."""
