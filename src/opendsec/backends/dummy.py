@@ -6,7 +6,8 @@ sessions, files), only the machine is not. Any image is accepted and none is loo
 is sent; every other port refuses. `recover` works for as long as the `DummyBackend` object lives, so a test can end
 one edge and start another on the same backend object.
 
-Refuses (not in `capabilities`): terminals, network, CPU limits, snapshots.
+Refuses (not in `capabilities`): terminals, network, CPU limits. A snapshot holds files and sessions, and no running
+commands.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+from opendsec.backends import dummy_snapshot
 from opendsec.backends.base import Backend, Capability, Handle, Parked, Running, StartPlan, Usage
 from opendsec.backends.dummy_files import FileTree, Watch
 from opendsec.backends.dummy_machine import Machine
@@ -52,6 +54,8 @@ CAPABILITIES = frozenset(
         Capability.DISK_LIMIT,
         Capability.PAUSE,
         Capability.RECOVER,
+        Capability.SNAPSHOT,
+        Capability.PORTS,
     }
 )
 _FIELD = struct.Struct("<HHI")
@@ -80,7 +84,9 @@ class DummyBackend(Backend):
 
     def report(self) -> BackendReport:
         names = tuple(sorted(capability.value for capability in CAPABILITIES))
-        return BackendReport(available=True, capabilities=names, live=len(self._machines))
+        return BackendReport(
+            available=True, capabilities=names, live=len(self._machines), binding=dummy_snapshot.BINDING
+        )
 
     async def start(self, plan: StartPlan) -> Running:
         resources = plan.spec.resources
@@ -89,6 +95,8 @@ class DummyBackend(Backend):
             pids_limit=resources.pids_limit,
             disk_limit_bytes=None if resources.disk_limit_mb is None else resources.disk_limit_mb * MIB,
         )
+        if plan.snapshot is not None:
+            dummy_snapshot.load(machine, plan.snapshot)
         self._machines[plan.sandbox_id] = machine
         handle = Handle(backend=self.kind, sandbox_id=plan.sandbox_id, data={"slot": plan.slot})
         return Running(handle=handle, guest=DummyGuest(machine))
@@ -118,7 +126,7 @@ class DummyBackend(Backend):
         self._machine(handle).thaw()
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
-        raise UnsupportedError("the dummy backend has no snapshots", sandbox_id=handle.sandbox_id)
+        dummy_snapshot.save(self._machine(handle), target)
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         machine = self._machines.get(handle.sandbox_id)

@@ -40,6 +40,7 @@ from opendsec.edge.backends import Means, make_backends
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node
+from opendsec.edge.origins import Origins
 from opendsec.edge.packing import Packing
 from opendsec.edge.server import edge_app
 from opendsec.edge.settings import EdgeSettings, bad_setting, read_settings
@@ -79,10 +80,11 @@ async def main(settings: EdgeSettings) -> None:
         writable = None if only_dummy or isinstance(store, RemoteStore) else store
         desk = None if only_dummy else stack.enter_context(ImageDesk(store, layers))
         packing = None if writable is None else Packing(writable)
+        origins = Origins(settings.node.state_dir, writable)
         backends = make_backends(settings.backends, _means(settings, store, layers))
         async with (
             _fncalls(settings) as calls,
-            Node(settings.node, backends=backends, images=images, version=_version()) as node,
+            Node(settings.node, backends=backends, images=images, version=_version(), origins=origins) as node,
         ):
             app = edge_app(
                 node, version=_version(), verify=_verify(settings), packing=packing, desk=desk, fncalls=calls

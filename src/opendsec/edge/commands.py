@@ -82,8 +82,12 @@ class CommandBook:
         output_writer: WriterThread,
         recent: RecentOutputs,
         output_cap_bytes: int,
+        first: int = 1,
+        sessions: Iterable[str] = (),
     ) -> None:
+        """`first`, `sessions`: of one that goes on from another's state, whose agent knows that one's commands."""
         self._around = surroundings
+        self._first = first
         self._spec = spec
         self._image = image
         self._journal = file
@@ -95,9 +99,9 @@ class CommandBook:
         self._commands: dict[int, Command] = {}
         self._operations: dict[str, Command] = {}
         self._ended: list[int] = []
-        self._sessions: set[str] = set()
+        self._sessions: set[str] = set(sessions)
         """Names given so far; their shells may be there."""
-        self._next = 1
+        self._next = first
         self._counters = Counters()
         self._journal_bytes = 0
         """About: where the last line of a command begins."""
@@ -420,6 +424,16 @@ class CommandBook:
             await self._one_ended.wait()
 
     @property
+    def next_number(self) -> int:
+        """No command so far has it or a higher one."""
+        return self._next
+
+    @property
+    def session_names(self) -> tuple[str, ...]:
+        """Given so far, sorted."""
+        return tuple(sorted(self._sessions))
+
+    @property
     def oom_kills(self) -> int:
         """As counted when a command was last blamed for one."""
         return self._counters.oom_kills
@@ -509,7 +523,7 @@ class CommandBook:
         """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were
         restored.
         """
-        self._release_finished(known.values(), guest)
+        self._tidy(known.values(), guest)
         for command in self.unfinished():
             self._take_up(command)
             work = partial(self._carry, command, guest, known.get(command.number))
@@ -536,17 +550,38 @@ class CommandBook:
         guest = await self._around.reconnected(None)
         while guest is not None:
             try:
-                self._release_finished(await guest.list_commands(), guest)
+                self._tidy(await guest.list_commands(), guest)
             except GuestLostError:
                 guest = await self._around.reconnected(guest)
             else:
                 return
 
-    def _release_finished(self, known: Iterable[KnownCommand], guest: Guest) -> None:
+    def take_over_inherited(self) -> None:
+        """It has just been started from another's state: what the source was running goes on, followed by nobody."""
+        self._around.spawn(self._tidy_when_awake(), "inherited")
+
+    def _tidy(self, known: Iterable[KnownCommand], guest: Guest) -> None:
+        """Let the guest forget what is finished; the output of what the source was running is taken and dropped, so
+        that nothing waits for a reader.
+        """
         for entry in known:
             command = self._commands.get(entry.id)
             if entry.ended and (command is None or command.done):
                 guest.release(entry.id)
+            elif command is None and entry.id < self._first:
+                self._around.spawn(self._drain(entry.id, guest), f"inherited-{entry.id}")
+
+    async def _drain(self, number: int, guest: Guest | None) -> None:
+        while guest is not None:
+            try:
+                await _drop_output(number, guest)
+            except GuestLostError:
+                guest = await self._around.reconnected(guest)
+            except GuestError as exc:
+                log.info("inherited_command_gone", extra={"fields": {"command": number, "reason": str(exc)}})
+                return
+            else:
+                return
 
     async def close_unfinished(self) -> None:
         """The sandbox did not outlive its edge: what had begun has ended with it."""
@@ -555,3 +590,18 @@ class CommandBook:
             command.stdout.resume_from_file()
             command.stderr.resume_from_file()
             await self._conclude_unseen(command, EndReason.SANDBOX_ENDED)
+
+
+async def _drop_output(number: int, guest: Guest) -> None:
+    """Until that command has ended. Raises GuestLostError, GuestError."""
+    found = next((one for one in await guest.list_commands() if one.id == number), None)
+    if found is None:
+        return
+    taken = {1: found.stdout_base, 2: found.stderr_base}
+    await guest.attach(number, taken[1], taken[2])
+    async for event in guest.events(number):
+        if isinstance(event, Output):
+            taken[event.stream] = event.offset + len(event.data)
+            guest.ack(number, taken[1], taken[2])
+        elif isinstance(event, Exit):
+            guest.release(number)

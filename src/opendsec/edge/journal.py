@@ -48,6 +48,14 @@ class Created(msgspec.Struct, frozen=True, tag="created", kw_only=True):
     sandbox_id: SandboxId
     project: str
     spec: SandboxSpec
+    asked: SandboxSpec | None = None
+    """What the request said, where that is not `spec` itself: one that starts from a snapshot is more than it says."""
+    origin: str = ""
+    """What it was started from if not from its image: `snapshot:<name>`, `fork:<token>` (`opendsec.edge.origins`)."""
+    first_command: int = 1
+    """Lower numbers are of the source's commands, which its guest agent may know."""
+    sessions: tuple[str, ...] = ()
+    """Names of the source's sessions."""
     image_digest: str
     image_config: ImageConfig
     image_layers: tuple[Layer, ...] = ()

@@ -32,8 +32,10 @@ from opendsec.edge.facts import measure
 from opendsec.edge.image_lookup import ImageLookup
 from opendsec.edge.images import ImageSource
 from opendsec.edge.offered import Offered
+from opendsec.edge.origins import Origins, of_base, of_snapshot
 from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.sandbox import Parts, Places, Sandbox
+from opendsec.edge.snapshot_spec import check_binding, from_snapshot, image_of
 from opendsec.edge.timers import Timers
 from opendsec.edge.writer import WriterThread
 from opendsec.linux.spread import spread_subdirectories
@@ -41,6 +43,7 @@ from opendsec.model.ids import SandboxId, check_edge_name, edge_of
 from opendsec.model.image import Image
 from opendsec.model.node import MAX_REPORTED_IMAGES, NodeReport, SandboxEnd, SandboxState
 from opendsec.model.spec import BackendKind, SandboxSpec, check_spec
+from opendsec.store.snapshots import Snapshot
 
 log = logging.getLogger(__name__)
 
@@ -95,7 +98,13 @@ class Node:
     """One edge. `backends`: those this node offers, by kind; the composition root decides."""
 
     def __init__(
-        self, settings: NodeSettings, *, backends: Mapping[BackendKind, Backend], images: ImageSource, version: str = ""
+        self,
+        settings: NodeSettings,
+        *,
+        backends: Mapping[BackendKind, Backend],
+        images: ImageSource,
+        version: str = "",
+        origins: Origins | None = None,
     ) -> None:
         check_edge_name(settings.edge)
         self.settings = settings
@@ -113,6 +122,7 @@ class Node:
         self._facts = NodeFacts(memory_total_mb=0, memory_available_mb=0, disk_free_mb=0, cpu_count=0)
         self._image_names: list[str] = []
         self._lookup = ImageLookup(images)
+        self.origins = origins or Origins(settings.state_dir, None)
         self._started_at = time.time()
         self._recent = RecentOutputs()
         self._stack = AsyncExitStack()
@@ -134,6 +144,7 @@ class Node:
             journal_writer = await stack.enter_async_context(WriterThread("journal", at_once=True))
             output_writer = await stack.enter_async_context(WriterThread("output", at_once=True))
             self._removals = await stack.enter_async_context(WriterThread("removal"))
+            await asyncio.to_thread(self.origins.open)
             await stack.enter_async_context(self._offered)
             group = await stack.enter_async_context(_CancelledAtExit())
             self._parts = Parts(
@@ -146,6 +157,7 @@ class Node:
                 spawn=group.spawn,
                 on_change=self._timers.look,
                 on_ended=self._sandbox_ended,
+                origins=self.origins,
             )
             self._facts = await asyncio.to_thread(measure, self.settings.state_dir)
             await self._look_for_images()  # the first report tells them: `up` shows it
@@ -163,9 +175,12 @@ class Node:
 
     # Requests
 
-    async def create(self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId) -> Sandbox:
+    async def create(
+        self, spec: SandboxSpec, *, project: str, sandbox_id: SandboxId, base: Snapshot | None = None
+    ) -> Sandbox:
         """Admit and begin one; it is `creating` then. A repeat finds the first one, unless that could not be
-        started: then it is a new try. Raises for whatever forbids it, and then nothing is left.
+        started: then it is a new try. `base`: of a fork it is one of. Raises for whatever forbids it, and then nothing
+        is left.
         """
         while True:
             known = await self._known(spec, project, sandbox_id)
@@ -175,12 +190,12 @@ class Node:
             backend = await self._offered.usable(spec.backend)
             admission.check_supported(spec, backend.capabilities)
             self._admit()
-            image = await self._lookup.find(spec)
-            admission.check_image(spec, image)
+            start = await self._start_of(spec, project, backend, base)
+            admission.check_image(start.spec, start.image)
             if sandbox_id not in self._sandboxes:
                 self._check(spec, sandbox_id)
                 self._admit()  # others were admitted while the image was looked up
-                return await self._create(spec, project, sandbox_id, backend, image)
+                return await self._create(start, project, sandbox_id, backend)
 
     def get(self, sandbox_id: str, *, project: str | None) -> Sandbox:
         """A sandbox of this project (None: of any). Raises NotFoundError for unknown and foreign ones alike."""
@@ -242,14 +257,28 @@ class Node:
     def _admit(self) -> None:
         admission.check(self._facts, self.settings.limits, live=self._live, creating=self._creating)
 
-    async def _create(
-        self, spec: SandboxSpec, project: str, sandbox_id: SandboxId, backend: Backend, image: Image
-    ) -> Sandbox:
+    async def _start_of(self, spec: SandboxSpec, project: str, backend: Backend, base: Snapshot | None) -> _Start:
+        if base is not None:
+            return _Start(spec=spec, asked=None, image=image_of(base), origin=of_base(base.name), snapshot=base)
+        if spec.snapshot is None:
+            return _Start(spec=spec, asked=None, image=await self._lookup.find(spec))
+        snapshot = await self.origins.find(project, spec.snapshot)
+        whole = from_snapshot(spec, snapshot)
+        check_binding(snapshot, backend.report().binding)
+        origin = of_snapshot(spec.snapshot)
+        return _Start(spec=whole, asked=spec, image=image_of(snapshot), origin=origin, snapshot=snapshot)
+
+    async def _create(self, start: _Start, project: str, sandbox_id: SandboxId, backend: Backend) -> Sandbox:
         assert self._parts is not None
+        image = start.image
         created = journal.Created(
             sandbox_id=sandbox_id,
             project=project,
-            spec=spec,
+            spec=start.spec,
+            asked=start.asked,
+            origin=start.origin,
+            first_command=1 if start.snapshot is None else start.snapshot.next_command,
+            sessions=() if start.snapshot is None else start.snapshot.sessions,
             image_digest=image.digest,
             image_config=image.config,
             image_layers=image.layers,
@@ -389,6 +418,7 @@ class Node:
             enrol=self._enrol_found,
         )
         live = [one for one in self._sandboxes.values() if one.live]
+        await asyncio.to_thread(self.origins.sweep, [one.sandbox_id for one in live])
         self._slots.reserve(one.slot for one in live)
         for sandbox in sorted(
             (one for one in self._sandboxes.values() if not one.live), key=lambda one: one.ended_at or 0.0
@@ -408,6 +438,19 @@ class Node:
     def _places(self, sandbox_id: SandboxId) -> Places:
         own = f"{self._sandbox_root}/{sandbox_id}"
         return Places(own=Path(own), state=Path(f"{own}/box"), run=Path(f"{self._run_root}/{sandbox_id}"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What a sandbox is started from."""
+
+    spec: SandboxSpec
+    """Whole."""
+    asked: SandboxSpec | None
+    """What the request said, where that is less."""
+    image: Image
+    origin: str = ""
+    snapshot: Snapshot | None = None
 
 
 class _CancelledAtExit:

@@ -24,7 +24,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
 from opendsec import errors
-from opendsec.backends.base import Changes, Handle
+from opendsec.backends.base import Capability, Changes, Handle
 from opendsec.edge import lifecycle
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import SandboxId, check_image_name
@@ -130,7 +130,6 @@ class Packing:
         self._store = store
         self._at_once = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="packs")
-        self._turns: dict[SandboxId, asyncio.Lock] = {}
         self._packs: OrderedDict[tuple[SandboxId, str], Pack] = OrderedDict()
 
     def begin(self, sandbox: Sandbox, request: PackRequest, *, key: str | None) -> Pack:
@@ -153,9 +152,8 @@ class Packing:
 
     async def _run(self, pack: Pack, place: tuple[SandboxId, str]) -> None:
         sandbox = pack.sandbox
-        turn = self._turns.setdefault(sandbox.sandbox_id, asyncio.Lock())
         try:
-            async with turn, self._at_once, sandbox.packing() as handle:
+            async with sandbox.turn, self._at_once, sandbox.saving(Capability.PACK) as handle:
                 pack.end(await self._packed(pack, handle))
         except asyncio.CancelledError:
             pack.end(errors.NodeError("the edge was stopped while it packed; nothing was published", retryable=True))
@@ -170,8 +168,6 @@ class Packing:
                 pack.end(errors.NodeError("the edge failed while it packed; see its log", retryable=False))
             if pack.result is None:
                 self._packs.pop(place, None)  # a repeat is a new try
-            if not sandbox.live:
-                self._turns.pop(sandbox.sandbox_id, None)
 
     async def _packed(self, pack: Pack, handle: Handle) -> PackResult:
         began = time.monotonic()

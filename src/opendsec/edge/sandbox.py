@@ -22,6 +22,7 @@ from opendsec.edge import journal, lifecycle
 from opendsec.edge.command import Command
 from opendsec.edge.commands import CommandBook
 from opendsec.edge.lifecycle import Instruction, Life
+from opendsec.edge.origins import Origins
 from opendsec.edge.recorder import RecentOutputs
 from opendsec.edge.writer import WriterThread
 from opendsec.guest.base import Guest, GuestError, GuestLostError
@@ -30,6 +31,7 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
 from opendsec.model.spec import Lifetime, SandboxSpec
+from opendsec.wire import codec
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +67,7 @@ class Parts:
     on_change: Callable[[Sandbox], None]
     """Called after every step of its life."""
     on_ended: Callable[[Sandbox], None]
+    origins: Origins
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +89,9 @@ class Sandbox:
         self.sandbox_id: SandboxId = created.sandbox_id
         self.project = created.project
         self.spec: SandboxSpec = created.spec
-        self.asked: SandboxSpec = created.spec
+        self.asked: SandboxSpec = created.asked or created.spec
         """As created, whatever was updated since: what a repeated create is compared with."""
+        self.origin = created.origin
         self.slot = created.slot
         self.backend = backend
         self.places = places
@@ -113,9 +117,15 @@ class Sandbox:
             output_writer=parts.output_writer,
             recent=parts.recent,
             output_cap_bytes=parts.output_cap_bytes,
+            first=created.first_command,
+            sessions=created.sessions,
         )
+        self.turn = asyncio.Lock()
+        """Held while its state or its changes are being saved."""
         self._parts = parts
         self._guest: Guest | None = None
+        self._start_failure: errors.ImageError | None = None
+        self._work_begun = 0
         self._reconnecting = asyncio.Lock()
         self._updating = asyncio.Lock()
         self._reconnects: list[float] = []
@@ -178,6 +188,8 @@ class Sandbox:
             await self._changed()
         if self.life.end_reason is SandboxEnd.START_FAILED:
             await self.wait_ended()
+            if self._start_failure is not None:
+                raise codec.error_from_fields(codec.error_fields(self._start_failure))
             raise errors.StartError(
                 f"the sandbox could not be started: {self.life.end_detail}", sandbox_id=self.sandbox_id
             )
@@ -245,18 +257,26 @@ class Sandbox:
             self.work_ended()
 
     @contextlib.asynccontextmanager
-    async def packing(self) -> AsyncIterator[Handle]:
-        """While what it has written is being packed, running or paused: no time limit ends it meanwhile."""
-        self.require(Capability.PACK)
+    async def saving(self, what: Capability) -> AsyncIterator[Handle]:
+        """While what it has written is being packed, or all of it saved, running or paused: no time limit ends it
+        meanwhile. One that is parked is woken for it, and parked again unless somebody has used it since.
+        """
+        self.require(what)
         while self.life.state in _IN_BETWEEN:
             await self._changed()
+        parked = self.backend.parks and self.life.state is SandboxState.PAUSED
+        if parked:
+            await self.resume()
         self.apply(lifecycle.PackBegun(time.monotonic()))
         assert self.handle is not None
+        then = (self._work_begun, self.life.pauses)
         try:
             yield self.handle
         finally:
             self.apply(lifecycle.PackEnded(time.monotonic()))
             self._wake_waiters()
+            if parked and then == (self._work_begun, self.life.pauses) and self.life.state is SandboxState.RUNNING:
+                self.apply(lifecycle.PauseRequested(time.monotonic()))
 
     async def submit(self, request: ExecRequest) -> Command:
         """Start a command, or find it by its operation id."""
@@ -277,6 +297,7 @@ class Sandbox:
             )
 
     def work_begun(self) -> None:
+        self._work_begun += 1
         self.apply(lifecycle.WorkBegun(time.monotonic()))
 
     def work_ended(self) -> None:
@@ -350,17 +371,9 @@ class Sandbox:
         await waiter
 
     async def _start(self, image: Image) -> None:
-        plan = StartPlan(
-            sandbox_id=self.sandbox_id,
-            spec=self.spec,
-            image=image,
-            state_dir=self.places.state,
-            run_dir=self.places.run,
-            slot=self.slot,
-        )
         try:
             async with self._parts.start_turns:
-                running = await self.backend.start(plan)
+                running = await self.backend.start(await self._start_plan(image))
                 self.handle, self._guest = running.handle, running.guest
             ready_at = time.time()
             await self.journal.append(_started_record(running.handle, ready_at))
@@ -369,11 +382,29 @@ class Sandbox:
             return
         except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
             log.warning("start_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+            self._start_failure = exc if isinstance(exc, errors.ImageError) else None
             self.apply(lifecycle.StartFailed(time.monotonic(), str(exc)))
             return
         self.ready_at = ready_at
         self._watch_guest(running.guest)
         self.apply(lifecycle.Started(time.monotonic()))
+        if self.origin:
+            self.commands.take_over_inherited()
+
+    async def _start_plan(self, image: Image) -> StartPlan:
+        snapshot = None
+        if self.origin:
+            use = self._parts.origins.use
+            snapshot = await asyncio.to_thread(use, self.project, self.origin, self.sandbox_id)
+        return StartPlan(
+            sandbox_id=self.sandbox_id,
+            spec=self.spec,
+            image=image,
+            state_dir=self.places.state,
+            run_dir=self.places.run,
+            slot=self.slot,
+            snapshot=snapshot,
+        )
 
     def _settle_cancelled(self, event: lifecycle.Event) -> None:
         """A cancelled step has settled. When it is the whole edge that stops, nothing is settled: the next edge
@@ -458,6 +489,8 @@ class Sandbox:
             self.sandbox_id, self.handle, state_dir=self.places.state, run_dir=self.places.run, slot=self.slot
         )
         await asyncio.to_thread(_remove_empty, self.places.state, self.places.run)
+        if self.origin:
+            await asyncio.to_thread(self._parts.origins.release, self.project, self.origin, self.sandbox_id)
 
     # The connection
 

@@ -27,6 +27,7 @@ from opendsec.edge.pack_routes import PackRoutes
 from opendsec.edge.packing import Packing
 from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
+from opendsec.edge.snapshot_routes import SnapshotRoutes
 from opendsec.fncall.base import FnCalls
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import BackendKind, check_labels, check_seconds
@@ -79,11 +80,14 @@ class RawPaths:
     ) -> None:
         self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
         self._packs = PackRoutes(node, packing)
+        self._snapshots = SnapshotRoutes(node)
         self._images = ImageRoutes(desk)
         calls = FnCallRoutes(fncalls)
         self._top: dict[tuple[str, str], ASGIApp] = {
             ("POST", "sandboxes"): self._lives.create,
             ("POST", "sandbox-batches"): self._lives.create_batch,
+            ("GET", "snapshots"): self._snapshots.list_all,
+            ("DELETE", "snapshots"): self._snapshots.remove,
             ("POST", "fncalls"): calls.call,
             ("POST", "fncall-batches"): calls.batch,
         }
@@ -133,6 +137,8 @@ class RawPaths:
                 given.append(parts[5])
         elif parts[4] == "pack" and len(parts) == 5 and method == "POST":
             found = self._packs.pack
+        elif parts[4] in ("snapshot", "fork") and len(parts) == 5 and method == "POST":
+            found = self._snapshots.snapshot if parts[4] == "snapshot" else self._snapshots.fork
         elif parts[4] == "files" and len(parts) == 6:
             found = self._files.get((method, parts[5]))
         return None if found is None else partial(found, *given)

@@ -66,6 +66,10 @@ class Snapshot:
     image_config: ImageConfig
     image_layers: tuple[Layer, ...]
     image_parts: tuple[ImagePart, ...]
+    next_command: int = 1
+    """Numbers below are of commands of the source, which the saved guest agent may know."""
+    sessions: tuple[str, ...] = ()
+    """Names of the source's sessions, whose shells may be among what was saved."""
     files: Mapping[str, SnapshotFile]
     """By path below `files/`."""
     created_at: float

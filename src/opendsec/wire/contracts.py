@@ -12,6 +12,10 @@ Management (JSON)
     POST   /v1/sandboxes/{id}/pause | /resume   → SandboxStatus
     POST   /v1/sandboxes/{id}/pack              PackRequest → 200, NDJSON of PackEvent; the last line has `result` or
                                                 `error`, without it the answer was cut
+    POST   /v1/sandboxes/{id}/snapshot          SnapshotRequest → 200, NDJSON of SnapshotEvent, ended as a pack's answer
+    POST   /v1/sandboxes/{id}/fork              ForkRequest → 200, NDJSON of ForkItem; the last line has `done`
+    GET    /v1/snapshots                        → SnapshotList, by name
+    DELETE /v1/snapshots?name=&force=BOOL       → SnapshotSummary of what it was
     GET    /v1/images?prefix=&limit=&cursor=    → ImagePage, by name
     DELETE /v1/images?image=&force=BOOL         → ImageSummary of what the name meant
     GET    /v1/images/inspect?image=            → ImageDetails
@@ -48,9 +52,9 @@ Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON Com
 EXEC_KEEPALIVE (empty, every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again
 with its offsets.
 
-Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates and packs (same key
-and body: same answer; same key, other body: 409); `X-OpenDSec-Project` and `X-OpenDSec-Rights` from the apiserver to
-the edge; `X-Request-Id` both ways, echoed; `X-OpenDSec-Timeout` in seconds on creates and calls.
+Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates, packs, snapshots
+and forks (same key and body: same answer; same key, other body: 409); `X-OpenDSec-Project` and `X-OpenDSec-Rights` from
+the apiserver to the edge; `X-Request-Id` both ways, echoed; `X-OpenDSec-Timeout` in seconds on creates and calls.
 Errors: codec.encode_error with the status of the class.
 """
 
@@ -66,6 +70,7 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.model.image_view import ImageSummary
 from opendsec.model.node import SandboxStatus
+from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import Lifetime, SandboxSpec
 
 EXEC_STARTED = 1
@@ -91,6 +96,8 @@ RIGHT_BUILD = "build"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"
 MAX_JSON_BODY = 8 * 1024 * 1024
+MAX_FORKS = 1000
+"""Of one fork: they all start on one node."""
 MAX_CALLS_BODY = 64 * 1024 * 1024
 """Of a batch of calls."""
 
@@ -234,6 +241,66 @@ class PackEvent:
     result: PackResult | None = None
     error: Mapping[str, object] | None = None
     """codec.error_fields of the failure; nothing of it is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotRequest:
+    """Save a sandbox whole, under a name of the project."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotResult:
+    """What was saved."""
+
+    snapshot: SnapshotSummary
+    saving_ms: float = 0.0
+    """So long the backend took; the sandbox stood still for a part of it."""
+    duration_s: float = 0.0
+    """Of all of it, waiting for its turn and publishing included."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotEvent:
+    """One line of a snapshot's answer: where it stands (at least every 10 s), or, last, how it ended."""
+
+    phase: str = ""
+    done: int = 0
+    total: int | None = None
+    result: SnapshotResult | None = None
+    error: Mapping[str, object] | None = None
+    """codec.error_fields of the failure; nothing of it is left."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotList:
+    """All snapshots of a project, by name."""
+
+    items: tuple[SnapshotSummary, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkRequest:
+    """Start `count` sandboxes that go on from the present state of one, on its node."""
+
+    count: int
+    labels: Mapping[str, str] | None = None
+    """None: the source's."""
+    lifetime: Lifetime | None = None
+    """None: the source's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForkItem:
+    """One line of a fork's answer: where it stands (`phase`), or one sandbox by its status or its error; the last line
+    has `done` and nothing else."""
+
+    phase: str = ""
+    index: int = -1
+    status: SandboxStatus | None = None
+    error: Mapping[str, object] | None = None
+    done: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

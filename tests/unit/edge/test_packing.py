@@ -10,7 +10,7 @@ from typing import Any, cast
 import anyio
 import pytest
 
-from opendsec.backends.base import Changes, Handle
+from opendsec.backends.base import Capability, Changes, Handle
 from opendsec.edge.packing import Packing
 from opendsec.edge.sandbox import Sandbox
 from opendsec.errors import NodeError
@@ -53,9 +53,11 @@ class Running:
     def __init__(self, group: anyio.abc.TaskGroup) -> None:
         self._group = group
         self.failures: list[BaseException] = []
+        self.turn = anyio.Lock()
 
     @asynccontextmanager
-    async def packing(self) -> AsyncIterator[object]:
+    async def saving(self, what: Capability) -> AsyncIterator[object]:
+        assert what is Capability.PACK
         yield object()
 
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
