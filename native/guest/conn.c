@@ -193,6 +193,7 @@ static void conn_greet(struct conn *conn, char *payload, size_t length) {
     if (live) conn_unlive(live);
     conn->greeted = true;
     timer_stop(&conn->timer);
+    if (conn->serial) serial_greeted();
     live = conn;
     dispatch_hello();
 }

@@ -15,14 +15,17 @@
 #include "loop.h"
 #include "wire.h"
 
-enum { REOPEN_MS = 100, HELLO_PATTERN = HEADER_BYTES + FIELD_BYTES };
+enum { SOON_MS = 5, SOON_TRIES = 400, REOPEN_MS = 100, HELLO_PATTERN = HEADER_BYTES + FIELD_BYTES };
 
 static struct timer reopen_timer;
 static int serial_fd = -1;
+static int tries;
 
 static void serial_reopen(struct timer *timer) {
     if (!conn_serial(serial_fd)) timer_set(timer, REOPEN_MS, serial_reopen);
 }
+
+void serial_greeted(void) { tries = 0; }
 
 bool serial_open(const char *path) {
     serial_fd = open(path, O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
@@ -37,7 +40,8 @@ bool serial_open(const char *path) {
 
 void serial_closed(int fd) {
     serial_fd = fd;
-    timer_set(&reopen_timer, REOPEN_MS, serial_reopen);
+    if (tries < SOON_TRIES) tries++;
+    timer_set(&reopen_timer, tries < SOON_TRIES ? SOON_MS : REOPEN_MS, serial_reopen);
 }
 
 static bool may_be_hello(const unsigned char *at, size_t length) {

@@ -65,6 +65,8 @@ from opendsec.vm.upper import receive_upper
 
 PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "packed", "vm.json"
 CONNECT_TIMEOUT_S = 30.0
+SETTLE_S = 0.02
+"""Until the agent has seen the end of its connection; a machine saved before that only wakes more slowly."""
 FREEZE_TIMEOUT_MS = 600_000
 GONE_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH = 107
@@ -366,6 +368,10 @@ class MicroVmBackend(Backend):
         if vm is None:
             raise SandboxLostError("the sandbox's machine is gone", sandbox_id=handle.sandbox_id)
         saving = state / SAVING
+        guest = self._guests.pop(handle.sandbox_id, None)
+        if guest is not None:
+            await guest.aclose()
+            await asyncio.sleep(SETTLE_S)
         await vm.pause()
         try:
             await asyncio.to_thread(_fresh, saving)

@@ -36,8 +36,8 @@ GROUP = "template-"
 """How control groups of machines that are being made begin."""
 BOOT_TIMEOUT_S = 120.0
 """Emulated, on a busy host, a boot takes 20 s."""
-SETTLE_S = 0.3
-"""The agent looks for the end of its connection every 100 ms."""
+SETTLE_S = 0.1
+"""Until the agent has seen the end of its connection."""
 MAX_RESTORES = 4
 """At once; more only wait for each other's processors."""
 _CONSOLE_TAIL = 2000

@@ -35,7 +35,7 @@ from opendsec.errors import (
     SnapshotInvalidError,
     StartError,
 )
-from opendsec.guest.base import Guest
+from opendsec.guest.base import Guest, GuestLostError
 from opendsec.guest.channel import connect
 from opendsec.linux import process
 from opendsec.linux.libc import tsc_khz
@@ -69,6 +69,8 @@ DEVICES, RECORD = "devices", "vmm.json"
 MIB = 1024 * 1024
 GONE_TIMEOUT_S = 20.0
 LOAD_TIMEOUT_S = 60.0
+FIRST_TRY_S = 4.0
+BETWEEN_TRIES_S = 0.05
 _POLL_S = 0.001
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _CPU_INFO = Path("/proc/cpuinfo")
@@ -214,10 +216,25 @@ class QemuVm(Vm):
         self._guest: Guest | None = None
 
     async def connect(self, *, timeout_s: float) -> Guest:
-        if self._guest is not None:
-            await self._guest.aclose()  # the port takes one connection after the other
-        self._guest = await connect(self._directory / AGENT_SOCKET, timeout_s)
-        return self._guest
+        """A guest may see that an earlier connection ended only after it has answered on this one, and then it takes
+        the new one for ended too: so an answer counts when there is another after it, and each try waits longer.
+        """
+        end = time.monotonic() + timeout_s
+        wait_s = FIRST_TRY_S
+        while True:
+            if self._guest is not None:
+                await self._guest.aclose()  # the port takes one connection after the other
+                self._guest = None
+            left = end - time.monotonic()
+            try:
+                self._guest = await _greeted(self._directory / AGENT_SOCKET, min(wait_s, left))
+            except GuestLostError:
+                if left <= wait_s or self._pidfd == -1 or process.has_ended(self._pidfd):
+                    raise
+            else:
+                return self._guest
+            wait_s *= 2
+            await asyncio.sleep(BETWEEN_TRIES_S)
 
     async def pause(self) -> None:
         await self._execute("stop")
@@ -352,6 +369,19 @@ async def _ended_on_failure(vm: QemuVm) -> AsyncIterator[None]:
     except BaseException:
         await vm.kill()
         raise
+
+
+async def _greeted(path: Path, timeout_s: float) -> Guest:
+    guest = await connect(path, timeout_s)
+    try:
+        async with asyncio.timeout(timeout_s):
+            await guest.ping()
+    except BaseException as error:
+        await guest.aclose()
+        if isinstance(error, TimeoutError):
+            raise GuestLostError("the guest agent answered once and then no more") from None
+        raise
+    return guest
 
 
 async def _save_devices(qmp: Monitor, target: Path) -> None:
