@@ -30,6 +30,7 @@ from opendsec.store.layout import CONTENT, MANIFESTS, Layout, digest_of_file, is
 from opendsec.store.leases import LEASE_S, Lease, read_leases
 from opendsec.store.loading.profiles import forget_profiles
 from opendsec.store.manifest import decode_manifest, hex_of
+from opendsec.store.names import list_anew
 from opendsec.store.progress import OnProgress, Progress, quietly
 from opendsec.store.references import Needed, needed_by_snapshots, needed_by_tags
 from opendsec.store.staging import SILENT_S, file_system_time, locked
@@ -294,6 +295,7 @@ class _Collection:
                 with suppress(FileNotFoundError):
                     if self._now - path.stat().st_mtime > SILENT_S:
                         path.unlink()
+            list_anew(self._layout)
         forget_profiles(self._store.root)
 
 

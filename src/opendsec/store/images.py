@@ -12,6 +12,7 @@
     <root>/staging/<token>/               work in progress of live processes, with `<token>.lock` beside it
     <root>/lock                           held for milliseconds while names change
     <root>/condemned/, unreferenced.json, keeping.lock      of collections and checks (`gc`, `fsck`)
+    <root>/names.json                     all names in one file (`names`)
     <root>/conversions/, profiles/        hints others keep (`layout.HINTS`)
 
 Any number of processes on any number of nodes may use one store at once. Readers take no lock. Publishing first claims
@@ -60,6 +61,7 @@ from opendsec.store.manifest import (
     to_image,
     two_file_layer,
 )
+from opendsec.store.names import note_name
 from opendsec.store.staging import locked, reap_staging, staged
 
 
@@ -164,6 +166,7 @@ class ImageStore:
                     self._note_removal(image.digest)
             self.layout.tag(name).unlink()
             sync_directory(self.layout.tags)
+            note_name(self.layout, name, present=False)
         return image
 
     def needed_by(self, name: str) -> tuple[str, ...]:
@@ -288,6 +291,7 @@ class ImageStore:
                 if present is not None:
                     self._note_removal(present.digest)
                 self._set_tag(work / "tag", name)
+                note_name(self.layout, name, present=True)
         return to_image(name, tag, manifest)
 
     def _read(self, reference: str) -> tuple[Tag, bytes]:

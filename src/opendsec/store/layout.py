@@ -19,8 +19,8 @@ MANIFESTS, TABLES, DATA, BLOBS = "manifests/sha256", "tables/sha256", "data/sha2
 CONTENT = (MANIFESTS, TABLES, DATA, BLOBS)
 """In the order in which they may go: never a manifest without its layers, never data without its metadata gone."""
 
-HINTS = ("conversions", "profiles", "names.json")
-"""Directories below the root that others keep and that may go at any time: neither content nor names."""
+HINTS = ("conversions", "profiles", "names.json", ".names.json")
+"""What others keep below the root and that may go at any time: neither content nor names."""
 
 _FILE = re.compile(r"(manifests/sha256/[0-9a-f]{64}\.json|(?:tables|data|blobs)/sha256/[0-9a-f]{64})\Z")
 

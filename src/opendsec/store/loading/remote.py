@@ -24,9 +24,9 @@ from opendsec.store.layout import manifest_file
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.sources import StoreFiles
 from opendsec.store.manifest import Tag, decode_tag, digest_of, name_of_tag_file, tag_file_name, to_image
+from opendsec.store.names import NAMES_FILE
 
 PATIENCE_S = 10.0
-NAMES_FILE = "names.json"
 _MANIFESTS = 256
 _TAG_BYTES = 65_536
 _MANIFEST_BYTES = 16 << 20

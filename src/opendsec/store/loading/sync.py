@@ -26,9 +26,10 @@ from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layout import layer_files, manifest_file
 from opendsec.store.loading.packs import metadata_name, pack_name
 from opendsec.store.loading.profiles import MOST_BYTES, profile_name
-from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
+from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.sources import ObjectFiles, StoreFiles, is_remote, open_files
 from opendsec.store.manifest import Tag, encode_tag, tag_file_name
+from opendsec.store.names import NAMES_FILE
 from opendsec.store.progress import OnProgress, Progress, quietly
 
 

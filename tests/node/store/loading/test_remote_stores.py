@@ -25,9 +25,11 @@ from opendsec.store.compose import pinned
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
 from opendsec.store.loading.reading import GIVEN_UP_S
-from opendsec.store.loading.remote import NAMES_FILE, RemoteStore
+from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.sources import data_name, open_files, table_name
 from opendsec.store.loading.sync import sync_images
+from opendsec.store.names import NAMES_FILE
+from opendsec.store.tagging import tag_image
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs, pytest.mark.fuse]
 
@@ -46,12 +48,15 @@ def web(store: ImageStore) -> Iterator[Served]:
 
 def test_names_and_compositions_over_http(store: ImageStore, web: Served) -> None:
     image = make_image(store, "team/one", files=2)
-    (store.root / NAMES_FILE).write_text('["team/one"]')
     remote = RemoteStore(open_files(web.url))
     assert remote.get("team/one") == image
     assert remote.compose("team/one").layers == image.layers
     assert remote.get(f"team/one@{image.digest}").layers == image.layers
-    assert remote.names() == ["team/one"]
+    assert remote.names() == ["team/one"], "kept by whoever publishes"
+    tag_image(store, "a", "team/one")
+    assert remote.names() == ["a", "team/one"]
+    store.remove("team/one")
+    assert remote.names() == ["a"]
     (store.root / NAMES_FILE).unlink()
     assert remote.names() == []
     with pytest.raises(ImageNotFoundError, match="no image 'other'"):
