@@ -47,9 +47,22 @@ def _container(means: Means) -> Backend:
     return ContainerBackend(layers=means.layers, state_dir=means.state_dir, run_dir=means.run_dir, ground=means.ground)
 
 
+def _fullvm(means: Means) -> Backend:
+    from opendsec.backends.fullvm import FullVmBackend
+
+    return FullVmBackend(
+        layers=means.layers,
+        state_dir=means.state_dir,
+        host_state_dir=means.host_state_dir,
+        run_dir=means.run_dir,
+        ground=means.ground,
+    )
+
+
 FACTORIES: Mapping[BackendKind, Callable[[Means], Backend]] = {
     BackendKind.CONTAINER: _container,
     BackendKind.DUMMY: _dummy,
+    BackendKind.FULLVM: _fullvm,
 }
 AUTO = tuple(kind for kind in FACTORIES if kind is not BackendKind.DUMMY)
 """What an edge offers that is told nothing: everything but the dummy; what does not work here says so in its report."""

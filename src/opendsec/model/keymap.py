@@ -46,12 +46,12 @@ _ALTGR = {
 """A blank is a place where nothing is typed, or a dead key."""
 _DEAD: Mapping[str, Mapping[str, Stroke]] = {
     "us": {},
-    "de": {"^": Stroke("grave_accent"), "´": Stroke("equal"), "`": Stroke("equal", shift=True)},
+    "de": {"^": Stroke("grave_accent"), "\u00b4": Stroke("equal"), "`": Stroke("equal", shift=True)},
     "fr": {"^": Stroke("bracket_left"), "¨": Stroke("bracket_left", shift=True)},
 }
 _ACCENTED = {
     "^": dict(zip("aeiouAEIOU", "âêîôûÂÊÎÔÛ", strict=True)),
-    "´": dict(zip("aeiouyAEIOUY", "áéíóúýÁÉÍÓÚÝ", strict=True)),
+    "\u00b4": dict(zip("aeiouyAEIOUY", "áéíóúýÁÉÍÓÚÝ", strict=True)),
     "`": dict(zip("aeiouAEIOU", "àèìòùÀÈÌÒÙ", strict=True)),
     "¨": dict(zip("aeiouyAEIOU", "äëïöüÿÄËÏÖÜ", strict=True)),
 }
@@ -90,8 +90,8 @@ def _qcodes() -> dict[str, str]:
     named = (
         "esc tab ret backspace spc caps_lock num_lock scroll_lock print pause menu insert delete home end pgup pgdn "
         "up down left right shift shift_r ctrl ctrl_r alt alt_r meta_l meta_r power sleep wake "
-        "kp_0 kp_1 kp_2 kp_3 kp_4 kp_5 kp_6 kp_7 kp_8 kp_9 kp_add kp_subtract kp_multiply kp_divide kp_enter kp_decimal "
-        "volumeup volumedown audiomute"
+        "kp_0 kp_1 kp_2 kp_3 kp_4 kp_5 kp_6 kp_7 kp_8 kp_9 kp_add kp_subtract kp_multiply kp_divide kp_enter "
+        "kp_decimal volumeup volumedown audiomute"
     )
     names |= {name: name for name in named.split()}
     names |= {f"f{number}": f"f{number}" for number in range(1, 13)}

@@ -1,0 +1,459 @@
+"""Sandboxes as whole PCs: any operating system from an image that is a disk, with a screen, input and a serial line.
+
+One start is: the image's file (a layer of the store, never written) → an overlay of the sandbox's own → control groups
+→ a room without rights → QEMU, standing still → a network for the room → the serial line is recorded → it runs. With
+our agent inside it is ready when that has answered; without, when it runs. Afterwards it needs nothing of this process:
+it is found again by pid and start time and by the sockets of its run directory.
+
+    <plan.run_dir>/…     sockets and the room (`opendsec.vm.q35`)
+    <plan.state_dir>/…   overlay, what UEFI remembers, TPM, what the serial line said
+
+Its network is the container backend's, with QEMU's own user-mode network between: the guest gets an address by DHCP and
+reaches what the room may reach. Refuses by name what a foreign operating system cannot be held to: a limit of
+processes, a limit of the disk (which is as large as its image says), users, environment and directories where no agent
+is inside.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.console import Console
+from opendsec.backends.container_policy import host_root
+from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.container_templates import find_resolvers
+from opendsec.backends.fullvm_console import MachineConsole
+from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
+from opendsec.backends.fullvm_ports import dial_forwarded
+from opendsec.backends.ground import Ground, network_of
+from opendsec.errors import (
+    BackendUnavailableError,
+    HostCapabilityError,
+    InvalidSpecError,
+    NodeError,
+    OpenDSecError,
+    SandboxLostError,
+    StartError,
+    UnsupportedError,
+)
+from opendsec.guest.base import Guest, GuestLostError, GuestStream
+from opendsec.guest.channel import connect
+from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
+from opendsec.linux.network import SandboxNetwork, raise_loopback
+from opendsec.linux.node_number import NodeNumber
+from opendsec.linux.probe import Remembered
+from opendsec.linux.process import ProcessIdentity, identify
+from opendsec.model.ids import SandboxId
+from opendsec.model.image import ImageConfig, Machine
+from opendsec.model.node import BackendReport
+from opendsec.model.spec import BackendKind, SandboxSpec
+from opendsec.store.durable import disk_full_named
+from opendsec.store.mounts import LayerMounts
+from opendsec.vm.q35 import AGENT_SOCKET, Q35, Places, Q35Machine
+from opendsec.vm.q35_line import Q35Spec, cpus_of, memory_limit_mib
+from opendsec.vm.q35_room import Entered
+from opendsec.vm.q35_saved import Saved, check_saved, describe, read_saved, write_saved
+
+MIB = 1024 * 1024
+DEFAULT_SCREEN = (1280, 800)
+AGENT_TIMEOUT_S = 300.0
+"""For a whole system to boot, emulated and on a busy host."""
+GONE_TIMEOUT_S = 20.0
+THREADS = 512
+"""Threads of one QEMU at most."""
+MAX_SOCKET_PATH = 107
+"""unix(7)"""
+_ALWAYS = (
+    Capability.PAUSE,
+    Capability.SNAPSHOT,
+    Capability.RECOVER,
+    Capability.PORTS,
+    Capability.SCREEN,
+    Capability.INPUT,
+    Capability.SERIAL,
+)
+_OF_AGENT = (Capability.EXEC, Capability.SESSIONS, Capability.PTY, Capability.FILES, Capability.CLIPBOARD)
+_LIMITS = {"memory": Capability.MEMORY_LIMIT, "cpu": Capability.CPU_LIMIT}
+
+
+@dataclass(slots=True, kw_only=True)
+class _Live:
+    """A machine that runs."""
+
+    machine: Q35Machine
+    console: MachineConsole
+    agent: bool
+    guest: Guest | None = None
+    forwarded: set[int] = field(default_factory=set)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while somebody relies on its processors running or standing still."""
+
+
+class FullVmBackend(Backend):
+    """`layers` knows where images' files are; `state_dir` and `run_dir` are this edge's own; `host_state_dir` is the
+    platform's on this host."""
+
+    kind = BackendKind.FULLVM
+
+    def __init__(
+        self, *, layers: LayerMounts, state_dir: Path, host_state_dir: Path, run_dir: Path, ground: Ground
+    ) -> None:
+        self._layers = layers
+        self._state_dir = state_dir
+        self._run_dir = run_dir
+        self._ground = ground
+        self._qemu = Q35(state_dir=host_state_dir)
+        self._number: NodeNumber | None = None
+        self._driver: CgroupDriver | None = None
+        self._network: SandboxNetwork | None = None
+        self._may_network = False
+        self._resolvers = b""
+        self._boot_id = ""
+        self._reasons: list[str] = []
+        self._live: dict[SandboxId, _Live] = {}
+
+    @property
+    def capabilities(self) -> frozenset[Capability]:
+        if self._driver is None:
+            return frozenset()
+        found = {*_ALWAYS, *_OF_AGENT, *(_LIMITS[name] for name in self._driver.limits if name in _LIMITS)}
+        return frozenset({*found, Capability.NETWORK} if self._may_network else found)
+
+    async def open(self) -> None:
+        self._reasons.clear()
+        await self._qemu.open()
+        probes = Remembered(self._run_dir / "probed", state_dir=self._state_dir)
+        self._may_network = True
+        for name in ("root", "netns", "veth", "nft", "forwarding"):
+            answer = await asyncio.to_thread(probes.probe, name)
+            if not answer.ok and name in ("root", "netns"):
+                raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
+            if not answer.ok and self._may_network:
+                self._may_network = False
+                self._reasons.append(f"no network: {answer.sentence}")
+        self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        servers, _ = find_resolvers()
+        self._resolvers = "".join(f"nameserver {server}\n" for server in servers).encode("ascii")
+        try:
+            self._number, self._driver = await self._ground.enter()
+        except OSError as error:
+            raise HostCapabilityError(
+                f"the full VM backend cannot be prepared: {error}", detail={"probe": "prepare"}
+            ) from error
+        self._network = network_of(self._number)
+
+    async def close(self) -> None:
+        for live in self._live.values():
+            live.console.close()
+            if live.guest is not None:
+                await live.guest.aclose()
+            live.machine.release()
+        self._live.clear()
+        if self._may_network and self._network is not None:
+            await self._network.close()
+        if self._driver is not None:
+            self._ground.leave(self._driver)
+        self._driver = self._number = self._network = None
+
+    def report(self) -> BackendReport:
+        binding = self._qemu.binding
+        return BackendReport(
+            available=self._driver is not None,
+            reasons=tuple(self._reasons),
+            capabilities=tuple(sorted(capability.value for capability in self.capabilities)),
+            live=len(self._live),
+            degraded=(self._qemu.degraded,) if self._qemu.degraded else (),
+            binding=f"{binding.vmm} {binding.version} {binding.accelerator.value} {binding.cpu_model}",
+        )
+
+    def lacks(self, config: ImageConfig) -> Mapping[Capability, str]:
+        if config.machine is not None and config.machine.agent:
+            return {}
+        return dict.fromkeys(_OF_AGENT, f"{NO_AGENT}; {REMEDY}")
+
+    # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def start(self, plan: StartPlan) -> Running:
+        machine = self._check(plan)
+        saved = None if plan.snapshot is None else await asyncio.to_thread(read_saved, plan.snapshot)
+        spec = self._spec(plan.spec, machine, saved)
+        if saved is not None:
+            check_saved(saved, self._qemu.binding, spec)
+        try:
+            live = await self._started(plan, spec)
+            try:
+                handle = self._handle(plan, spec, live)
+                self._live[plan.sandbox_id] = live
+                await live.machine.resume()
+                guest = await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
+            except BaseException:
+                self._live.pop(plan.sandbox_id, None)
+                live.console.close()
+                await live.machine.kill()
+                raise
+        except (GuestLostError, OSError, ValueError, OpenDSecError) as error:
+            await self.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
+            if isinstance(error, OpenDSecError):
+                raise
+            raise StartError(f"the machine could not be started: {error}", sandbox_id=plan.sandbox_id) from error
+        return Running(handle=handle, guest=guest)
+
+    def _check(self, plan: StartPlan) -> Machine:
+        machine = plan.image.config.machine
+        if machine is None:
+            raise InvalidSpecError(
+                f"image: {plan.image.name!r} is no disk; a full VM starts from one",
+                detail={"field": "image"},
+                remedy="import one with `opendsec image import --disk`",
+            )
+        if len(os.fsencode(plan.run_dir / AGENT_SOCKET)) > MAX_SOCKET_PATH:
+            raise HostCapabilityError(
+                f"{plan.run_dir}/{AGENT_SOCKET} is longer than a socket's path can be ({MAX_SOCKET_PATH} bytes)",
+                detail={"probe": "run_dir"},
+                remedy="use a shorter OPENDSEC_RUN_DIR",
+            )
+        given = {"env": plan.spec.env, "workdir": plan.spec.workdir, "init_user": plan.spec.init_user}
+        for name, value in given.items():
+            if value and not machine.agent:
+                raise UnsupportedError(f"{name}: {NO_AGENT}", detail={"field": name}, remedy=REMEDY)
+        return machine
+
+    def _spec(self, spec: SandboxSpec, machine: Machine, saved: Saved | None) -> Q35Spec:
+        limits = spec.resources
+        return Q35Spec(
+            machine=machine,
+            accelerator=self._qemu.binding.accelerator,
+            memory_mib=limits.memory_limit_mb or machine.memory_mb,
+            cpus=cpus_of(machine, limits.cpu_cores_limit),
+            screen=DEFAULT_SCREEN if saved is None else saved.screen,
+            mac=_new_mac() if saved is None else saved.mac,
+            restored=saved is not None,
+        )
+
+    async def _started(self, plan: StartPlan, spec: Q35Spec) -> _Live:
+        """A machine that stands still, in its groups, with its network, and its serial line recorded."""
+        base = await asyncio.to_thread(self._layers.disk_file, plan.image)
+        places = Places(
+            directory=plan.run_dir,
+            state=plan.state_dir,
+            base=base,
+            resolvers=self._resolvers,
+            host_id=host_root(self._machine_slot(plan.slot)),
+            saved=plan.snapshot,
+        )
+        limits = CgroupLimits(
+            memory_bytes=memory_limit_mib(spec) * MIB, pids=THREADS, cpu_cores=plan.spec.resources.cpu_cores_limit
+        )
+        with self._groups.create(plan.sandbox_id, limits, owner=0) as leaf:
+
+            async def admit(entered: Entered) -> None:
+                pid = str(entered.pid).encode("ascii")
+                procs = os.open("cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=leaf.cgroup2)
+                try:
+                    for fd in (procs, *leaf.procs):
+                        os.write(fd, pid)
+                finally:
+                    os.close(procs)
+
+            machine = await self._qemu.start(spec, places, admit=admit)
+        try:
+            await asyncio.to_thread(raise_loopback, machine.pidfd)
+            if plan.spec.network_rules.get("*", False):
+                await self._networks.attach(plan.slot, machine.pidfd)
+            console = await MachineConsole.connect(machine, plan.state_dir)
+        except BaseException:
+            await machine.kill()
+            raise
+        return _Live(machine=machine, console=console, agent=spec.machine.agent)
+
+    def _handle(self, plan: StartPlan, spec: Q35Spec, live: _Live) -> Handle:
+        identity = identify(live.machine.pid)
+        if identity is None:
+            raise SandboxLostError("QEMU ended at once", sandbox_id=plan.sandbox_id)
+        return Handle(
+            backend=self.kind,
+            sandbox_id=plan.sandbox_id,
+            data={
+                "pid": identity.pid,
+                "start_ticks": identity.start_ticks,
+                "boot_id": self._boot_id,
+                "run": str(plan.run_dir),
+                "state": str(plan.state_dir),
+                "spec": msgspec.json.encode(spec).decode("ascii"),
+            },
+        )
+
+    # ── later ───────────────────────────────────────────────────────────────────────────────────────────────────────
+
+    async def recover(self, handle: Handle) -> Running | None:
+        guest = await self.reconnect(handle)
+        return None if guest is None else Running(handle=handle, guest=guest)
+
+    async def reconnect(self, handle: Handle) -> Guest | None:
+        live = await self._found(handle)
+        return None if live is None else await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
+
+    async def pause(self, handle: Handle) -> None:
+        live = await self._required(handle)
+        async with live.turn:
+            await live.machine.pause()
+
+    async def resume(self, handle: Handle) -> None:
+        live = await self._required(handle)
+        async with live.turn:
+            await live.machine.resume()
+
+    async def snapshot(self, handle: Handle, target: Path) -> None:
+        live = await self._required(handle)
+        async with live.turn:
+            await live.machine.save(target, Path(str(handle.data["state"])))
+            saved = describe(self._qemu.binding, _spec_of(handle), target)
+            with disk_full_named(target):
+                write_saved(target, saved)
+
+    async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        live = await self._found(handle)
+        if live is None:
+            return
+        if grace_s > 0:
+            with contextlib.suppress(TimeoutError, NodeError, SandboxLostError):
+                await live.machine.press_power()
+                async with asyncio.timeout(grace_s):
+                    await live.machine.wait_ended()
+        self._groups.kill(handle.sandbox_id)
+        await self._forget(handle.sandbox_id)
+
+    async def destroy(
+        self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
+    ) -> None:
+        self._groups.kill(sandbox_id)
+        await self._forget(sandbox_id)
+        try:
+            await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+            if self._may_network and self._networks.may_be_attached(slot):
+                await asyncio.to_thread(self._networks.detach, slot)
+            await asyncio.to_thread(_empty, run_dir, state_dir)
+            await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
+        except TimeoutError as error:
+            raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
+
+    async def _forget(self, sandbox_id: SandboxId) -> None:
+        live = self._live.pop(sandbox_id, None)
+        if live is not None:
+            live.console.close()
+            if live.guest is not None:
+                await live.guest.aclose()
+            await live.machine.kill()
+
+    def usage(self, handle: Handle) -> Usage:
+        counters = self._groups.usage(handle.sandbox_id)
+        return Usage(memory_bytes=counters.memory_bytes, oom_kills=counters.oom_kills, cpu_s=counters.cpu_s)
+
+    def console(self, handle: Handle) -> Console:
+        live = self._live.get(handle.sandbox_id)
+        if live is None:
+            raise SandboxLostError("the machine is gone", sandbox_id=handle.sandbox_id)
+        return live.console
+
+    async def dial(self, handle: Handle, guest: Guest, port: int) -> GuestStream:
+        return await guest.dial(port)
+
+    # ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────
+
+    @property
+    def _groups(self) -> CgroupDriver:
+        if self._driver is None:
+            raise BackendUnavailableError("the full VM backend is not open")
+        return self._driver
+
+    @property
+    def _networks(self) -> SandboxNetwork:
+        if self._network is None:
+            raise BackendUnavailableError("the full VM backend is not open")
+        return self._network
+
+    def _machine_slot(self, slot: int) -> int:
+        if self._number is None:
+            raise BackendUnavailableError("the full VM backend is not open")
+        return self._number.first_slot + slot
+
+    async def _found(self, handle: Handle) -> _Live | None:
+        """The machine, also one an earlier process started. None: it is gone."""
+        live = self._live.get(handle.sandbox_id)
+        data = handle.data
+        if live is None and data["boot_id"] == self._boot_id:
+            identity = ProcessIdentity(int(data["pid"]), int(data["start_ticks"]))
+            machine = self._qemu.find(identity, Path(str(data["run"])))
+            if machine is not None:
+                console = await MachineConsole.connect(machine, Path(str(data["state"])))
+                live = _Live(machine=machine, console=console, agent=_spec_of(handle).machine.agent)
+                self._live[handle.sandbox_id] = live
+        if live is not None and live.machine.has_ended():
+            await self._forget(handle.sandbox_id)
+            return None
+        return live
+
+    async def _required(self, handle: Handle) -> _Live:
+        live = await self._found(handle)
+        if live is None:
+            raise SandboxLostError("the machine is gone", sandbox_id=handle.sandbox_id)
+        return live
+
+    async def _guest(self, handle: Handle, live: _Live, *, timeout_s: float) -> Guest:
+        """A new connection to its agent; without one, what stands for it. Raises GuestLostError."""
+        if live.guest is not None:
+            await live.guest.aclose()  # the port takes one connection after the other
+            live.guest = None
+        if live.agent:
+            path = Path(str(handle.data["run"])) / AGENT_SOCKET
+            live.guest = await _unless_ended(live.machine, connect(path, timeout_s))
+        else:
+
+            async def dial(port: int) -> GuestStream:
+                return await dial_forwarded(live.machine, live.forwarded, port)
+
+            live.guest = SilentGuest(live.machine.wait_ended, dial)
+        return live.guest
+
+
+def _spec_of(handle: Handle) -> Q35Spec:
+    return msgspec.json.decode(str(handle.data["spec"]), type=Q35Spec)
+
+
+def _new_mac() -> str:
+    """Of QEMU's range. Networks are one for each machine, so it need not be anybody else's."""
+    return "52:54:00:" + ":".join(f"{byte:02x}" for byte in secrets.token_bytes(3))
+
+
+async def _unless_ended(machine: Q35Machine, connecting: Coroutine[Any, Any, Guest]) -> Guest:
+    """Nobody waits for the agent of a machine that is gone."""
+    work, end = asyncio.ensure_future(connecting), asyncio.ensure_future(machine.wait_ended())
+    try:
+        await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            raise GuestLostError("the machine ended before its guest agent answered")
+        return work.result()
+    finally:
+        work.cancel()
+        end.cancel()
+
+
+def _empty(*directories: Path) -> None:
+    """Remove what is in them."""
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                remove_contents(fd)
+            finally:
+                os.close(fd)
