@@ -13,6 +13,9 @@ server.
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
     OPENDSEC_EDGE_BACKENDS     comma-separated, or auto: all but the dummy, each if it works here (auto);
                                `fncall` beside `dummy` answers calls from memory
+    OPENDSEC_FNCALL_IMAGE      image of calls that name none (debian)
+    OPENDSEC_FNCALL_CONTAINERS containers for calls at once (4 for each processor, 8 at least)
+    OPENDSEC_GPU_INVENTORY     a file that makes up GPUs for tests of placement; unset: what the driver says
     OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (16)
     OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
@@ -37,15 +40,15 @@ from pathlib import Path
 from opendsec import errors
 from opendsec.backends.ground import Ground
 from opendsec.edge.backends import Means, make_backends
+from opendsec.edge.calls import MOST_SANDBOXES, carrying_out
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node
 from opendsec.edge.origins import Origins
 from opendsec.edge.packing import Packing
 from opendsec.edge.server import edge_app
-from opendsec.edge.settings import EdgeSettings, bad_setting, read_settings
+from opendsec.edge.settings import EdgeSettings, read_settings
 from opendsec.fncall.base import FnCalls
-from opendsec.fncall.dummy import DummyFnCalls
 from opendsec.model.spec import BackendKind
 from opendsec.server import logs
 from opendsec.server.auth import Verify, constant_token
@@ -83,8 +86,8 @@ async def main(settings: EdgeSettings) -> None:
         origins = Origins(settings.node.state_dir, writable)
         backends = make_backends(settings.backends, _means(settings, store, layers))
         async with (
-            _fncalls(settings) as calls,
             Node(settings.node, backends=backends, images=images, version=_version(), origins=origins) as node,
+            _calls(settings, node, images) as calls,
         ):
             app = edge_app(
                 node, version=_version(), verify=_verify(settings), packing=packing, desk=desk, fncalls=calls
@@ -93,21 +96,14 @@ async def main(settings: EdgeSettings) -> None:
 
 
 @asynccontextmanager
-async def _fncalls(settings: EdgeSettings) -> AsyncIterator[FnCalls | None]:
+async def _calls(settings: EdgeSettings, node: Node, images: ImageSource) -> AsyncIterator[FnCalls | None]:
     """The engine of calls, open; None where none is asked for."""
     if BackendKind.FNCALL not in settings.backends:
         yield None
         return
-    if BackendKind.DUMMY not in settings.backends:
-        raise bad_setting(
-            "OPENDSEC_EDGE_BACKENDS", "`fncall` needs `dummy` beside it: this version has no other engine"
-        )
-    engine: FnCalls = DummyFnCalls(settings.node.edge)
-    await engine.open()
-    try:
+    dummy = BackendKind.CONTAINER not in settings.backends
+    async with carrying_out(node, images, settings.calls, run_dir=settings.run_dir, dummy=dummy) as engine:
         yield engine
-    finally:
-        await engine.close()
 
 
 def _store_and_layers(settings: EdgeSettings, stack: ExitStack) -> tuple[ImageStore | RemoteStore, LayerMounts]:
@@ -177,6 +173,8 @@ def _allow_many_files() -> int:
 def within_descriptors(settings: EdgeSettings, descriptors: int) -> EdgeSettings:
     """The same with no more sandboxes than descriptors allow: an edge that has none left could not even end one."""
     most = max(1, (descriptors - RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_SANDBOX)
+    if BackendKind.FNCALL in settings.backends:
+        most = min(most, MOST_SANDBOXES)
     limits = replace(settings.node.limits, max_live=min(settings.node.limits.max_live, most))
     return replace(settings, node=replace(settings.node, limits=limits))
 

@@ -208,6 +208,10 @@ class Node:
         """Sandboxes of this project (None: all), live and ended, in the order of their ids."""
         return [one for _, one in sorted(self._sandboxes.items()) if project is None or one.project == project]
 
+    async def backend(self, kind: BackendKind) -> Backend:
+        """One that works here. Raises UnsupportedError (this edge was not given one), BackendUnavailableError."""
+        return await self._offered.usable(kind)
+
     def report(self) -> NodeReport:
         """How this edge is."""
         reasons = list(admission.refusals(self._facts, self.settings.limits, live=self._live, creating=self._creating))

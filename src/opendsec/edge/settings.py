@@ -9,6 +9,7 @@ from pathlib import Path
 from opendsec import errors
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.backends import AUTO, FACTORIES
+from opendsec.edge.calls import CallSettings, read_calls
 from opendsec.edge.node import NodeSettings
 from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
@@ -30,6 +31,7 @@ class EdgeSettings:
     backends: tuple[BackendKind, ...]
     cgroup: str | None
     node: NodeSettings
+    calls: CallSettings
     log_level: str
 
 
@@ -65,6 +67,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
                 disk_floor_mb=_number(environment, "OPENDSEC_EDGE_DISK_FLOOR_MB", 1024),
             ),
         ),
+        calls=read_calls(environment),
         log_level=environment.get("OPENDSEC_LOG_LEVEL", "info"),
     )
 
@@ -85,11 +88,13 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
 def _kinds(text: str) -> tuple[BackendKind, ...]:
     offered = {*FACTORIES, BackendKind.FNCALL}
     if text.strip() == "auto":
-        return AUTO
+        return (*AUTO, BackendKind.FNCALL)
     try:
         kinds = tuple(BackendKind(word.strip()) for word in text.split(","))
     except ValueError:
         kinds = ()
     if not kinds or not offered.issuperset(kinds):
         raise bad_setting("OPENDSEC_EDGE_BACKENDS", f"{text!r} is not `auto`, and not of {', '.join(sorted(offered))}")
+    if BackendKind.FNCALL in kinds and not {BackendKind.CONTAINER, BackendKind.DUMMY} & set(kinds):
+        raise bad_setting("OPENDSEC_EDGE_BACKENDS", "`fncall` runs in containers: add `container`")
     return kinds
