@@ -21,6 +21,7 @@ from tests.shared_store import moosefs
 from opendsec.errors import HostCapabilityError, ImageError
 from opendsec.linux import probe
 from opendsec.store.images import ImageStore
+from opendsec.vm.firecracker_install import find_programs
 from opendsec.vm.kernels import find_kernel
 
 STATE_DIR = Path(os.environ.get("OPENDSEC_STATE_DIR", "/var/lib/opendsec"))
@@ -55,6 +56,14 @@ def _qemu() -> str | None:
     return None
 
 
+def _firecracker() -> str | None:
+    try:
+        find_programs(STATE_DIR)
+    except HostCapabilityError as exc:
+        return f"{exc.message}; run `make firecracker`"
+    return _kvm()
+
+
 def _vmkernel() -> str | None:
     try:
         find_kernel(STATE_DIR)
@@ -66,6 +75,7 @@ def _vmkernel() -> str | None:
 _OWN: dict[str, Callable[[], str | None]] = {
     "native": _native,
     "erofs18": erofs_versions.missing,
+    "firecracker": _firecracker,
     "image": _image,
     "kvm": _kvm,
     "moosefs": moosefs.missing,

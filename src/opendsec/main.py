@@ -51,13 +51,14 @@ def app_for(words: Sequence[str]) -> typer.Typer:
 
 def whole_app() -> typer.Typer:
     """All commands: the client's and this machine's."""
-    from opendsec.host import doctor, kernel_commands, up
+    from opendsec.host import doctor, firecracker_commands, kernel_commands, up
 
     whole = _outline()
     for name, command in (("up", up.up), ("down", up.down), ("status", up.status), ("doctor", doctor.doctor)):
         whole.command(name, rich_help_panel=_PANEL)(command)
     _add_images(whole)
     whole.add_typer(kernel_commands.app, name="kernel", rich_help_panel=_PANEL)
+    whole.add_typer(firecracker_commands.app, name="firecracker", rich_help_panel=_PANEL)
     return whole
 
 

@@ -18,6 +18,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opendsec import errors
+from opendsec.host.firecracker_commands import firecracker
 from opendsec.host.kernel_commands import guest_kernel
 from opendsec.linux import launch, probe
 from opendsec.store.layout import Layout
@@ -69,7 +70,8 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     """Say what this host can do, and why not. Exit status 1 when container sandboxes cannot run here."""
     state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
     store = image_store(os.environ.get(SETTING, ""), state_dir)
-    answers = [*probe.probe_all(state_dir=state_dir), native_programs(), guest_kernel(), *([store] if store else [])]
+    answers = [*probe.probe_all(state_dir=state_dir), native_programs(), guest_kernel(), firecracker()]
+    answers += [store] if store else []
     needed = {*probe.CONTAINER_NEEDS, "native"}
     broken = [answer.name for answer in answers if not answer.ok and answer.name in needed]
     if as_json:

@@ -40,7 +40,7 @@ def install_kernel(
         if if_missing and guest_kernel().ok:
             return
         facts = kernels_install.install(
-            state_directory(), origin, package=package, environment=_environment(), say=note
+            state_directory(), origin, package=package, environment=download_environment(), say=note
         )
     if as_json:
         print_json(msgspec.to_builtins(facts))
@@ -84,6 +84,7 @@ def guest_kernel() -> probe.Answer:
     return probe.Answer(name="vmkernel", ok=True, sentence=f"guests start from {kernel.name}")
 
 
-def _environment() -> dict[str, str]:
+def download_environment() -> dict[str, str]:
+    """What pip and apt-get see of ours."""
     passed = {name: value for name, value in os.environ.items() if name in _PASSED_ON or name.startswith("PIP_")}
     return passed | ENVIRONMENT

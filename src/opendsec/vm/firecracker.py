@@ -28,13 +28,14 @@ from typing import Final
 from opendsec.errors import HostCapabilityError, SnapshotInvalidError, StartError
 from opendsec.linux import process
 from opendsec.vm import firecracker_saved
-from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vm, Vmm
+from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vmm
 from opendsec.vm.firecracker_api import Api, ApiError
 from opendsec.vm.firecracker_machine import UFFD_SOCKET, VSOCK, FirecrackerVm, Record, clear
 from opendsec.vm.firecracker_start import Programs, Reach, find_by_identifier
 from opendsec.vm.firecracker_starting import Starting
 from opendsec.vm.guest_setup import firecracker_serial
 from opendsec.vm.remote import is_remote
+from opendsec.vm.userfault import READ_S
 from opendsec.vm.userfault_client import MemoryServer
 
 OLDEST: Final = (1, 12)
@@ -44,7 +45,7 @@ GUEST_CID: Final = 3
 """Of every machine: each has a vsock of its own, which is a socket file on the host."""
 _BALLOON: Final[dict[str, object]] = {"amount_mib": 0, "deflate_on_oom": True, "free_page_reporting": True}
 _VERSION = re.compile(r"v(\d+)\.(\d+)\.(\d+)")
-_REMEDY: Final = "opendsec vmm install"
+_REMEDY: Final = "opendsec firecracker install"
 
 
 class _AskedError(Exception):
@@ -61,7 +62,10 @@ class Rates:
 
 
 class FirecrackerVmm(Vmm):
-    """`programs` are the two binaries, `run_dir` the edge's own. `rates` hold for every machine."""
+    """`programs` are the two binaries, `run_dir` the edge's own. `rates` hold for every machine; `remote` says
+    which saved ones lie on a file system whose reads may fail or hang: those get their memory page by page, each read
+    within `read_s` seconds.
+    """
 
     def __init__(
         self,
@@ -70,12 +74,13 @@ class FirecrackerVmm(Vmm):
         run_dir: Path,
         rates: Rates | None = None,
         remote: Callable[[Path], bool] = is_remote,
+        read_s: float = READ_S,
     ) -> None:
         self._programs = programs
         self._rates = rates or Rates()
         self._run_dir = run_dir
         self._remote = remote
-        self._memory = MemoryServer(run_dir)
+        self._memory = MemoryServer(run_dir, read_s=read_s)
         self._binding: Binding | None = None
         self._reports_free_pages = False
 
@@ -118,18 +123,17 @@ class FirecrackerVmm(Vmm):
 
     async def close(self) -> None:
         """Let go of the memory server. Machines stay."""
-        self._memory.close()
+        await self._memory.close()
 
     async def _version(self) -> str:
         try:
             answer = await process.run([str(self._programs.firecracker), "--version"], timeout_s=VERSION_S)
         except OSError as error:
             raise _unusable(f"{self._programs.firecracker} does not run: {error}") from error
-        found = _VERSION.search(answer.stdout.decode("utf-8", "replace"))
-        if found is None:
+        version = version_in(answer.stdout)
+        if version is None:
             raise _unusable(f"{self._programs.firecracker} does not say which version it is")
-        version = ".".join(found.groups())
-        if not OLDEST <= (int(found[1]), int(found[2])) < BEFORE:
+        if not OLDEST <= tuple(int(part) for part in version.split("."))[:2] < BEFORE:
             raise _unusable(f"Firecracker {version} is not supported: 1.12 and later versions of 1 are")
         return version
 
@@ -201,7 +205,7 @@ class FirecrackerVmm(Vmm):
                     raise _load_error(saved, error) from error
             return starting.finished()
 
-    async def find(self, place: Place) -> Vm | None:
+    async def find(self, place: Place) -> FirecrackerVm | None:
         record = Record.read(place.directory)
         if record is None:
             return None
@@ -220,6 +224,12 @@ class FirecrackerVmm(Vmm):
             await vm.kill()
             return None
         return vm
+
+
+def version_in(output: bytes) -> str | None:
+    """`1.12.1` of what `--version` prints."""
+    found = _VERSION.search(output.decode("utf-8", "replace"))
+    return ".".join(found.groups()) if found else None
 
 
 def _drive_reaches(spec: MachineSpec) -> list[Reach]:

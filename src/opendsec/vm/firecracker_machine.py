@@ -21,7 +21,7 @@ from typing import Final
 
 import msgspec
 
-from opendsec.errors import DiskFullError, NodeError, SandboxLostError
+from opendsec.errors import DiskFullError, NodeError, SandboxLostError, StartError
 from opendsec.guest.base import GuestLostError
 from opendsec.guest.channel import Channel, greet
 from opendsec.linux import process
@@ -99,6 +99,14 @@ class Record(msgspec.Struct, kw_only=True):
         fresh = directory / f".{RECORD}"
         fresh.write_bytes(msgspec.json.encode(self))
         fresh.replace(directory / RECORD)
+
+    def claim(self, directory: Path) -> None:
+        """Write it where none is yet. Raises StartError when a machine lives there, or its remains lie there."""
+        try:
+            (directory / RECORD).open("xb").close()
+        except FileExistsError:
+            raise StartError(f"{directory} belongs to a machine already", retryable=False) from None
+        self.write(directory)
 
     def root(self, directory: Path) -> Path:
         """Where the VMM's relative names begin."""

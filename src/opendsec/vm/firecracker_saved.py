@@ -5,6 +5,7 @@
     mem            guest memory: all of it, or the pages that changed since `base`, in place, the rest holes
     base           the unchanged rest: a hard link to the memory file the machine was restored from, where that lies
                    on the same file system (elsewhere machine.json names its path)
+    mem.pages      with `base`: one bit for each page of `mem` that changed (holes do not survive every copy)
     mem.sums       of a `mem` saved whole: a checksum for each 64 KiB, so that a page that comes late is still believed
                    only when it is right
 
@@ -23,13 +24,14 @@ from typing import Final
 
 import msgspec
 
+from opendsec.errors import SnapshotInvalidError
 from opendsec.vm import sparse
 from opendsec.vm.base import Accelerator, Binding, MachineSpec
 from opendsec.vm.page_source import CHUNK, SUM_BYTES
 from opendsec.vm.saved import MANIFEST, SavedFile, SavedMachine, check_saved, checksum
 
-STATE, MEMORY, BASE, SUMS = "state", "mem", "base", "mem.sums"
-FILES: Final = (MANIFEST, f".{MANIFEST}", STATE, MEMORY, BASE, SUMS)
+STATE, MEMORY, BASE, PAGES, SUMS = "state", "mem", "base", "mem.pages", "mem.sums"
+FILES: Final = (MANIFEST, f".{MANIFEST}", STATE, MEMORY, BASE, PAGES, SUMS)
 
 
 class FileIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,15 +84,20 @@ class Saved:
     state: Path
     layers: tuple[Path, ...]
     """Memory files, topmost first: one, or changes and their base."""
-    sums: Path | None
+    table: Path | None
+    """`mem.pages` or `mem.sums`."""
 
 
 def check(directory: Path, binding: Binding, spec: MachineSpec) -> Saved:
     """The files, if this node may go on from them as that machine. Raises SnapshotInvalidError naming what differs."""
     machine = check_saved(directory, binding, spec)
     layers = (directory / MEMORY, *((Path(machine.base),) if machine.base else ()))
-    has_sums = any(file.name == SUMS for file in machine.files)
-    return Saved(state=directory / STATE, layers=layers, sums=directory / SUMS if has_sums else None)
+    table = PAGES if machine.base else SUMS
+    if table not in {file.name for file in machine.files}:
+        if machine.base:
+            raise SnapshotInvalidError(f"the saved machine {directory.name} has no {PAGES}", remedy="make it anew")
+        return Saved(state=directory / STATE, layers=layers, table=None)
+    return Saved(state=directory / STATE, layers=layers, table=directory / table)
 
 
 def manifest(directory: Path, binding: Binding, shape: Shape, *, base: str) -> SavedMachine:
@@ -101,7 +108,7 @@ def manifest(directory: Path, binding: Binding, shape: Shape, *, base: str) -> S
             size=(directory / name).stat().st_size,
             crc32=None if name == MEMORY else checksum(directory / name),
         )
-        for name in (STATE, MEMORY, SUMS)
+        for name in (STATE, MEMORY, PAGES, SUMS)
         if (directory / name).exists()
     ]
     return SavedMachine(
@@ -122,9 +129,12 @@ def merge_changes(fresh: Path, older: tuple[Path, ...]) -> str:
     """
     if not older:
         return ""
-    if len(older) > 1:
-        with _opened(fresh, os.O_RDWR) as target, _opened(older[0], os.O_RDONLY) as lower:
-            sparse.lay_under(lower, target)
+    with _opened(fresh, os.O_RDWR) as target:
+        if len(older) > 1:
+            extents = sparse.mapped_extents(older[0].with_name(PAGES).read_bytes())
+            with _opened(older[0], os.O_RDONLY) as lower:
+                sparse.lay_under(lower, extents, target)
+        fresh.with_name(PAGES).write_bytes(sparse.page_map(target))
     link = fresh.with_name(BASE)
     try:
         os.link(older[-1], link)
@@ -138,14 +148,15 @@ def make_whole(memory: Path, base: str) -> None:
     with _opened(memory, os.O_RDWR) as target:
         if base:
             with _opened(Path(base), os.O_RDONLY) as lower:
-                sparse.lay_under(lower, target)
+                sparse.lay_under(lower, sparse.data_extents(lower), target)
         zero = _sum(bytes(CHUNK))
         held = {at // CHUNK for start, length in sparse.data_extents(target) for at in _chunks(start, length)}
         with memory.with_name(SUMS).open("xb") as sums:
             for index in range(os.fstat(target).st_size // CHUNK):
                 sums.write(_sum(os.pread(target, CHUNK, index * CHUNK)) if index in held else zero)
-    with contextlib.suppress(FileNotFoundError):
-        memory.with_name(BASE).unlink()
+    for name in (BASE, PAGES):
+        with contextlib.suppress(FileNotFoundError):
+            memory.with_name(name).unlink()
 
 
 def _chunks(start: int, length: int) -> range:

@@ -72,6 +72,7 @@ class Starting:
         return os.fspath(self._root / API_SOCKET)
 
     async def __aenter__(self) -> Self:
+        self.record.claim(self._place.directory)
         try:
             self._console = self._left.enter_context(open_console())
             self._check_length()
@@ -100,7 +101,6 @@ class Starting:
                 raise StartError(f"the path {self._root / name} is too long for a socket", retryable=False)
 
     async def _spawn(self) -> None:
-        self.record.write(self._place.directory)
         spawned = in_own_thread(lambda: spawn(self._start, self._console))
         try:
             self.record.pid, self._pidfd = await asyncio.shield(spawned)
@@ -147,7 +147,7 @@ class Starting:
                 listener=listener,
                 directory=self._place.directory,
                 layers=saved.layers,
-                sums=saved.sums,
+                table=saved.table,
             )
         self.record.served_by = ServedBy(pid=identity.pid, start_ticks=identity.start_ticks)
         self._left.callback(self._memory.on_end(identity, self._memory_ended))

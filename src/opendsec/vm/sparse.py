@@ -9,7 +9,7 @@ from __future__ import annotations
 import errno
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -43,16 +43,37 @@ def reports_holes(directory: Path) -> bool:
         return list(data_extents(file.fileno())) == [(_PROBED_PAGE * PAGE, PAGE)]
 
 
-def lay_over(upper: int, target: int) -> None:
-    """Write every page `upper` holds into `target`, a file of the same size. Raises OSError."""
-    for start, length in data_extents(upper):
-        copy_range(upper, target, start, length)
+def page_map(fd: int) -> bytes:
+    """One bit for each page, lowest first: set where the file holds it. Raises OSError."""
+    bits = bytearray((os.fstat(fd).st_size // PAGE + 7) // 8)
+    for start, length in data_extents(fd):
+        for page in range(start // PAGE, (start + length) // PAGE):
+            bits[page >> 3] |= 1 << (page & 7)
+    return bytes(bits)
 
 
-def lay_under(lower: int, target: int) -> None:
-    """Write the pages `lower` holds and `target` does not into `target`. Raises OSError."""
+def is_mapped(bits: bytes, page: int) -> bool:
+    """Whether that bit is set."""
+    return bool(bits[page >> 3] >> (page & 7) & 1)
+
+
+def mapped_extents(bits: bytes) -> Iterator[tuple[int, int]]:
+    """(offset, length) of the pages whose bit is set, ascending."""
+    start = None
+    for page in range(len(bits) * 8):
+        if is_mapped(bits, page):
+            start = page if start is None else start
+        elif start is not None:
+            yield start * PAGE, (page - start) * PAGE
+            start = None
+    if start is not None:
+        yield start * PAGE, (len(bits) * 8 - start) * PAGE
+
+
+def lay_under(lower: int, extents: Iterable[tuple[int, int]], target: int) -> None:
+    """Write these parts of `lower`, where `target` holds nothing yet, into `target`. Raises OSError."""
     held = list(data_extents(target))
-    for start, length in data_extents(lower):
+    for start, length in extents:
         for part_start, part_length in _without(start, length, held):
             copy_range(lower, target, part_start, part_length)
 

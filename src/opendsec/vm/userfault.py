@@ -1,6 +1,6 @@
 """The process that gives restored machines their memory, page by page, as they touch it (userfaultfd(2)).
 
-    python -m opendsec.vm.userfault    with a listening control socket as descriptor 3
+    python -m opendsec.vm.userfault [READ_S]    with a listening control socket as descriptor 3
 
 One for each edge, not one for each machine: a Python process costs 10 MiB and 50 ms, a thread of it next to nothing.
 It is a process of its own because a machine must not lose its memory when the edge is started again. Each machine has
@@ -9,7 +9,8 @@ one thread, so a slow source delays that machine only.
 What it promises: a page is what was saved, or the machine is ended. A source that cannot be read, ends early, does not
 match its checksums or does not answer within `READ_S` gets its machine killed, with the reason in the file `lost`
 beside it; never zeros instead, and never a guest that waits for ever. Should this process die, the edge ends its
-machines (`vm.userfault_client`); it ends itself when nobody has needed it for `IDLE_S`.
+machines (`vm.userfault_client`); it ends itself when nobody has needed it for `IDLE_S`, or, once it was told that its
+edge closes, with its last machine.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import select
 import signal
 import socket
 import struct
+import sys
 import threading
 import time
 from collections import deque
@@ -30,13 +32,16 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from opendsec.linux.libc import address_of
-from opendsec.vm.page_source import CHUNK, PAGE, PageSource, SourceError
+from opendsec.vm.page_source import CHUNK, PageSource, SourceError
+from opendsec.vm.sparse import PAGE
 
 CONTROL: Final = 3
 IDLE_S: Final = 60.0
 READ_S: Final = 60.0
+"""What a read of the source may take, unless told otherwise."""
 HANDSHAKE_S: Final = 30.0
 WATCH_S: Final = 1.0
+CLOSING_S: Final = 0.05
 MAX_FDS: Final = 8
 LOST: Final = "lost"
 
@@ -255,25 +260,22 @@ def _handshake(served: Served) -> tuple[int, list[Region]]:
     return fds[0], regions
 
 
-def _watch(all_served: set[Served]) -> None:
+def _watch(all_served: set[Served], read_s: float) -> None:
     """End machines whose source does not answer: their thread stands in the read."""
     now = time.monotonic()
     for served in list(all_served):
         since = served.reading_since
-        if since is not None and now - since > READ_S:
-            served.end(f"its saved memory did not arrive within {READ_S:g} seconds")
+        if since is not None and now - since > read_s:
+            served.end(f"its saved memory did not arrive within {read_s:g} seconds")
 
 
-def _take(connection: socket.socket) -> Served:
-    """One request, {"sums": bool}, answered by {"pid": our own}. Its descriptors: pidfd, listener, directory, (sums),
-    memory files.
-    """
-    content, fds, _, _ = socket.recv_fds(connection, 4096, MAX_FDS)
+def _take(content: bytes, fds: list[int]) -> Served:
+    """The descriptors of {"table": bool}: pidfd, listener, directory, (table), memory files."""
     try:
-        with_sums = bool(json.loads(content)["sums"])
+        with_table = bool(json.loads(content)["table"])
         pidfd, listener, directory, *files = fds
-        sums = files.pop(0) if with_sums else None
-        source = PageSource(tuple(files), sums)
+        table = files.pop(0) if with_table else None
+        source = PageSource(tuple(files), table)
     except BaseException:
         for fd in fds:
             os.close(fd)
@@ -281,29 +283,39 @@ def _take(connection: socket.socket) -> Served:
     return Served(pidfd, socket.socket(fileno=listener), source, directory)
 
 
-def _answer(connection: socket.socket, all_served: set[Served]) -> None:
+def _answer(connection: socket.socket, all_served: set[Served]) -> bool:
+    """One request: {"table": …}, answered by {"pid": our own}, or {}, answered by {"machines": how many}: whether it
+    was the latter, which says that the edge closes.
+    """
+    content, fds, _, _ = socket.recv_fds(connection, 4096, MAX_FDS)
+    if not fds:
+        connection.send(json.dumps({"machines": len(all_served)}).encode())
+        return True
     try:
-        served = _take(connection)
+        served = _take(content, fds)
     except (OSError, ValueError, KeyError, SourceError) as error:
         connection.send(json.dumps({"error": str(error)}).encode())
-        return
+        return False
     all_served.add(served)
     threading.Thread(target=_serve, args=(served, all_served), daemon=True).start()
     connection.send(json.dumps({"pid": os.getpid()}).encode())
+    return False
 
 
 def main() -> None:
     """Serve until nobody has needed it for a while."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    read_s = float(sys.argv[1]) if len(sys.argv) > 1 else READ_S
     all_served: set[Served] = set()
     needed_at = time.monotonic()
+    idle_s, closing = IDLE_S, False
     with socket.socket(fileno=CONTROL) as control:
-        control.settimeout(WATCH_S)
-        while all_served or time.monotonic() - needed_at < IDLE_S:
+        while all_served or time.monotonic() - needed_at < idle_s:
+            control.settimeout(CLOSING_S if closing else WATCH_S)
             try:
                 connection, _ = control.accept()
             except TimeoutError:
-                _watch(all_served)
+                _watch(all_served, read_s)
                 if all_served:
                     needed_at = time.monotonic()
                 continue
@@ -311,7 +323,8 @@ def main() -> None:
             with connection:
                 connection.settimeout(HANDSHAKE_S)
                 with contextlib.suppress(OSError):  # it went away: nothing was promised to it
-                    _answer(connection, all_served)
+                    closing = _answer(connection, all_served)
+                    idle_s = 0 if closing else IDLE_S
 
 
 if __name__ == "__main__":

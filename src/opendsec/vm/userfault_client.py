@@ -17,18 +17,22 @@ from typing import Final
 
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
-from opendsec.vm.userfault import CONTROL
+from opendsec.vm.userfault import CONTROL, READ_S
 
 SOCKET: Final = "userfault.sock"
 _ANSWER_S: Final = 30.0
 _BACKLOG: Final = 64
-_TRIES: Final = 3
+_TRIES: Final = 5
+_MOMENT_S: Final = 0.02
 
 
 class MemoryServer:
-    """`directory` is the edge's run directory: the process is found again there by the next edge."""
+    """`directory` is the edge's run directory: the process is found again there by the next edge. A machine whose
+    memory cannot be read within `read_s` seconds is ended.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, *, read_s: float = READ_S) -> None:
+        self._read_s = read_s
         self._path = directory / SOCKET
         self._starting = asyncio.Lock()
         self._pidfd = -1
@@ -36,15 +40,15 @@ class MemoryServer:
         self._on_end: set[Callable[[], None]] = set()
 
     async def serve(
-        self, *, pidfd: int, listener: socket.socket, directory: Path, layers: Sequence[Path], sums: Path | None
+        self, *, pidfd: int, listener: socket.socket, directory: Path, layers: Sequence[Path], table: Path | None
     ) -> ProcessIdentity:
         """Have it wait at `listener` for the VMM `pidfd`; the process that serves it. Raises OSError."""
         fds: list[int] = []
         try:
             fds.append(os.open(directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC))
-            paths = [*([sums] if sums else []), *layers]
+            paths = [*([table] if table else []), *layers]
             fds += [await asyncio.to_thread(os.open, path, os.O_RDONLY | os.O_CLOEXEC) for path in paths]
-            request = json.dumps({"sums": sums is not None}).encode()
+            request = json.dumps({"table": table is not None}).encode()
             return await self._ask(request, [pidfd, listener.fileno(), *fds])
         finally:
             for fd in fds:
@@ -77,9 +81,36 @@ class MemoryServer:
         self._on_end.add(call)
         return lambda: self._on_end.discard(call)
 
-    def close(self) -> None:
-        """Stop watching. The process goes on while it has machines."""
+    async def close(self) -> None:
+        """Stop watching. The process ends with its last machine: before this returns, when it has none."""
+        for _ in range(_TRIES):
+            if await self._machines() == 0:
+                await self._wait_ended()
+                break
+            await asyncio.sleep(_MOMENT_S)  # of one that was just ended
         self._forget()
+
+    async def _machines(self) -> int:
+        sock = self._connect()
+        if sock is None:
+            return 0
+        with sock, contextlib.suppress(ConnectionError, TimeoutError):
+            sock.send(b"{}")
+            async with asyncio.timeout(_ANSWER_S):
+                return int(json.loads(await asyncio.get_running_loop().sock_recv(sock, 4096) or b"{}")["machines"])
+        return 0
+
+    async def _wait_ended(self) -> None:
+        identity, pidfd = self._identity, os.dup(self._pidfd) if self._pidfd >= 0 else -1
+        if identity is None or pidfd < 0:
+            return
+        try:
+            with contextlib.suppress(TimeoutError):
+                await process.wait_ended(pidfd, timeout_s=_ANSWER_S)
+        finally:
+            os.close(pidfd)
+        process.reap(identity.pid)
+        self._path.unlink(missing_ok=True)
 
     async def _connected(self) -> socket.socket:
         sock = self._connect()
@@ -107,7 +138,7 @@ class MemoryServer:
             listener.bind(os.fspath(self._path))
             self._path.chmod(0o600)
             listener.listen(_BACKLOG)
-            argv = ["-I", "-m", "opendsec.vm.userfault"]
+            argv = ["-I", "-m", "opendsec.vm.userfault", str(self._read_s)]
             pid, pidfd = process.spawn(Path(sys.executable), argv=argv, fds={CONTROL: listener.fileno()})
         os.close(pidfd)
         identity = process.identify(pid)

@@ -16,7 +16,7 @@ typedef unsigned long u64;
 #define PAGE_ALIGNED __attribute__((aligned(4096)))
 #define BARRIER() __asm__ volatile("mfence" ::: "memory")
 
-static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0,%1" ::"a"(value), "Nd"(port)); }
+static inline void outb(u16 port, u8 value) { __asm__ volatile("outb %0,%1" ::"a"(value), "d"(port)); }
 static inline void copy(void *to, const void *from, u64 bytes) { __asm__ volatile("rep movsb" : "+D"(to), "+S"(from), "+c"(bytes)::"memory"); }
 static inline void clear(void *to, u64 bytes) { __asm__ volatile("rep stosb" : "+D"(to), "+c"(bytes) : "a"(0) : "memory"); }
 
