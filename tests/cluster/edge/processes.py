@@ -57,7 +57,7 @@ class EdgeProcess:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", "opendsec.edge"], env=self._environment, stderr=log, stdin=subprocess.DEVNULL
             )
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while not await self._answers():
                 assert self._process.poll() is None, self.log.read_text()
                 await asyncio.sleep(0.02)
