@@ -1,6 +1,6 @@
 """A first start from a store that is far away: how long until a first command is done, and what had to be moved for it.
 
-    .venv/bin/python -m benchmarks.cold_start [--mb 50] [--latency-ms 0] [--repeat 3] [--only true,print,turn]
+    .venv/bin/python -m benchmarks.cold_start [--mb 50] [--latency-ms 0] [--repeat 3] [--only print] [--arms fuse+p]
 
 Nothing of the image is on the node, and the page cache is emptied before each start (the host's own programs are
 warmed again by a sandbox from another image). Then the command is run again with the page cache emptied, and once
@@ -16,9 +16,13 @@ Without more they have no profile: the first start of an image anywhere. Then on
 first start of a node is like +p, unless it does something else (+other: the profile of another command; what is read
 ahead in vain counts) or OPENDSEC_START_WAIT_MS is 0 (+now: ready at once, while what the profile says is still read).
 
+It prints two kinds of tables in Markdown: medians of each command, and at the end which goals were kept. All arms of a
+repetition follow each other, so on a busy machine ratios count; wall clock and CPU only beside their neighbours.
+
 The throttle is a token bucket in a server process of its own (`benchmarks.shared.slow_store`). Bytes fetched are the
-server's count, metadata included; bytes touched the pages of the image in memory after the command in the arm `local`;
-bytes written the blocks the arm's directories have grown by; CPU is that of this process, its loaders and the sandbox.
+server's count: data, packs, tables, metadata, profiles and all (of `direct` data alone); bytes touched the pages of the
+image in memory after the command in the arm `local`; bytes written the blocks the arm's directories have grown by; CPU
+is that of this process, its loaders and the sandbox.
 """
 
 from __future__ import annotations
@@ -28,7 +32,6 @@ import asyncio
 import contextlib
 import os
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,7 +43,8 @@ from pathlib import Path
 from typing import Any, cast
 
 from benchmarks.shared import cost
-from benchmarks.shared.report import print_goal, print_machine
+from benchmarks.shared.cold_report import Figures, goals, table
+from benchmarks.shared.report import print_machine
 from benchmarks.shared.slow_store import sent
 from tests.images import make_busybox_image
 
@@ -97,23 +101,6 @@ COMMANDS: Mapping[str, tuple[tuple[str, ...], str]] = {
 ARMS = ("local", "direct", "direct+p", "fuse", "fuse+p", "fuse+now", "fuse+other", "fanotify", "fanotify+p", "unpack")
 OTHER = {"imports": "git"}
 """Whose profile is another command's: that of `imports` where nothing is said."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Figures:
-    """Of one start."""
-
-    create_s: float
-    first_s: float
-    again_s: float
-    """The same command again, the page cache emptied: what is on the node is read from its disk."""
-    warm_s: float
-    """And once more."""
-    fetched: int
-    written: int
-    cpu_s: float
-    touched: int = 0
-    asked: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -425,8 +412,8 @@ def slow_servers(
 
 
 async def measure(bench: Bench, options: argparse.Namespace) -> None:
-    commands = options.only.split(",") if options.only else list(COMMANDS)
-    arms = options.arms.split(",") if options.arms else list(ARMS)
+    commands = options.only.split(",")
+    arms = [arm for arm in ARMS if not options.arms or arm in ("local", "unpack", *options.arms.split(","))]
     with LayerMounts(DirectLoader(bench.store, bench.work / "warm"), bench.run / "warm") as warm:
         layers = Layers(warm, bench.warm.name)
         backend = ContainerBackend(
@@ -442,43 +429,11 @@ async def measure(bench: Bench, options: argparse.Namespace) -> None:
                         if arm == "unpack" and number >= options.repeat_unpack:
                             continue
                         bench.results[command, arm].append(await one(backend, layers, bench, arm, command))
-                report(bench, command, arms)
+                print("\n".join(("", *table(bench.results, command, arms))), flush=True)
+            print("\n".join(("", *goals(bench.results, commands, arms))), flush=True)
         finally:
             await backend.close()
             warm.unmount_all()
-
-
-def report(bench: Bench, command: str, arms: list[str]) -> None:
-    """Medians of one command, and what they are held to."""
-
-    def median(arm: str, name: str) -> float:
-        return float(statistics.median(getattr(one, name) for one in bench.results[command, arm]))
-
-    print(f"\n{command}: touched {median('local', 'touched') / 1e6:.1f} MB" if "local" in arms else f"\n{command}")
-    times = "".join(f"{name:>9}" for name in ("create", "first", "both", "again"))
-    print(f"{'':14}{times}{'warm':>8}  {'fetched':>8}{'asked':>8}{'written':>9}{'CPU':>8}")
-    for arm in arms:
-        create, first = median(arm, "create_s"), median(arm, "first_s")
-        sizes = [median(arm, name) / 1e6 for name in ("fetched", "asked", "written")]
-        print(
-            f"{arm:14}{create * 1e3:7.0f}ms{first * 1e3:7.0f}ms{(create + first) * 1e3:7.0f}ms"
-            f"{median(arm, 'again_s') * 1e3:7.0f}ms{median(arm, 'warm_s') * 1e3:6.0f}ms  "
-            f"{sizes[0]:6.1f}MB{sizes[1]:6.1f}MB{sizes[2]:7.1f}MB{median(arm, 'cpu_s') * 1e3:6.0f}ms",
-            flush=True,
-        )
-    for arm in [one for one in arms if one not in ("local", "unpack")]:
-        if "local" in arms:
-            print_goal(
-                f"{arm}: ready to first result, of local", median(arm, "first_s") / median("local", "first_s"), 1.2, ""
-            )
-            fetched = median(arm, "fetched") - (bench.image.layers[0].mounted.size_bytes if arm != "direct" else 0)
-            print_goal(f"{arm}: data fetched, of bytes touched", fetched / max(1, median("local", "touched")), 1.2, "")
-        if "unpack" in arms:
-            whole = median("unpack", "create_s") + median("unpack", "first_s")
-            both = median(arm, "create_s") + median(arm, "first_s")
-            print_goal(f"unpack, of {arm}: start to result", whole / both, 5, "", at_least=True)
-            ratio = median("unpack", "written") / max(1, median(arm, "written"))
-            print_goal(f"unpack, of {arm}: bytes written", ratio, 10, "", at_least=True)
 
 
 def main() -> None:
@@ -489,8 +444,8 @@ def main() -> None:
     parser.add_argument("--latency-ms", type=float, default=0)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--repeat-unpack", type=int, default=1)
-    parser.add_argument("--only", default="", help=f"commands, of {','.join(COMMANDS)}")
-    parser.add_argument("--arms", default="", help=f"of {','.join(ARMS)}")
+    parser.add_argument("--only", default="true,print,git,imports,turn", help=f"commands, of {','.join(COMMANDS)}")
+    parser.add_argument("--arms", default="", help=f"of {','.join(ARMS)}; local and unpack are added")
     options = parser.parse_args()
     unified = find_mounts().unified
     if unified is None:

@@ -38,6 +38,8 @@ log = logging.getLogger(__name__)
 
 READERS = 12
 """Threads of a node that read for starts."""
+MOST_WAITING = 8
+"""Creates that wait at once: half of those a node starts at once, so that others go on. More are ready at once."""
 LOOKERS = 4
 """Threads that ask the store for profiles."""
 _AHEAD_BYTES = 128 << 10
@@ -96,10 +98,11 @@ class _Start:
         return self.read_bytes / self.total_bytes if self.total_bytes else 0.0
 
     def close(self) -> None:
-        """Give the directory back; what is still to be read is not."""
+        """Give the directory back; what is still to be read is not. Idempotent."""
         with self.lock:
             fd, self.fd = self.fd, -1
-        os.close(fd)
+        if fd >= 0:
+            os.close(fd)
 
 
 class Crew:
@@ -161,6 +164,7 @@ class Starts:
         self._lock = threading.Lock()
         self._due = threading.Condition()
         self._ended = False
+        self._waiting = 0
 
     def expect(self, layer: Layer) -> None:
         """That layer is about to be mounted: look its profile up meanwhile."""
@@ -197,10 +201,16 @@ class Starts:
                 await self._wait(start)
                 self._record_soon(start)
 
-    def is_under_way(self, layers: Iterable[Layer]) -> bool:
-        """Whether a start from these would wait."""
-        found = (self._starts.get(layer.digest) for layer in layers)
-        return any(start is not None and self._left_s(start) > 0 for start in found)
+    async def _wait(self, start: _Start) -> None:
+        """Unless so many wait that creates which need not would have to."""
+        if self._waiting >= MOST_WAITING:
+            return
+        self._waiting += 1
+        try:
+            while (left_s := self._left_s(start)) > 0:
+                await asyncio.wait([asyncio.wrap_future(start.over)], timeout=left_s)
+        finally:
+            self._waiting -= 1
 
     def close(self) -> None:
         """Begin nothing any more; nothing is waited for."""
@@ -221,11 +231,6 @@ class Starts:
     def _left_s(self, start: _Start) -> float:
         return self._patience.until(waited_s=time.monotonic() - start.begun, done=start.done)
 
-    async def _wait(self, start: _Start) -> None:
-        while (left_s := self._left_s(start)) > 0:
-            over = asyncio.wrap_future(start.over)
-            await asyncio.wait([over], timeout=left_s)
-
     def _look_up(self, layer: Layer, looked_up: Future[Profile | None]) -> None:
         profile = None
         try:
@@ -241,7 +246,7 @@ class Starts:
         if reads:
             self._readers.do([partial(self._read_file, start, read) for read in reads])
         else:
-            start.over.set_result(None)
+            self._end(start)
 
     def _read_file(self, start: _Start, read: FileRead) -> None:
         try:
@@ -258,7 +263,12 @@ class Starts:
                 start.left -= 1
                 is_over = not start.left
             if is_over:
-                start.over.set_result(None)
+                self._end(start)
+
+    def _end(self, start: _Start) -> None:
+        start.over.set_result(None)
+        if start.is_recorded or self._record_s is None:
+            start.close()
 
     # recording
 
@@ -288,6 +298,7 @@ class Starts:
 
     def _record(self, start: _Start) -> None:
         start.record_at = 0.0  # where nothing was read the next start is another try
+        files = start.files
         try:
             with start.lock:
                 fd = os.dup(start.fd)
@@ -295,16 +306,16 @@ class Starts:
                 profile = profile_of(start.layer, found_in_memory(fd), now=time.time())
             finally:
                 os.close(fd)
-            if profile is None or start.files.data is None:
+            if profile is None or files.data is None:
                 return
-            start.is_recorded = True
-            place = keep_profile(profile, start.files.meta, start.files.data, self._store, self._local)
+            place = keep_profile(profile, files.meta, files.data, self._store, self._local)
         except OSError as error:
-            start.is_recorded = True
             log.warning("not_recorded", extra={"fields": {"layer": start.layer.digest, "why": str(error)}})
         else:
             fields = {"layer": profile.layer, "chunks": len(profile.chunks), "store": place.address}
             log.info("recorded", extra={"fields": fields})
+        start.is_recorded = True  # or cannot be
+        start.close()
 
 
 def _open_below(directory_fd: int, path: str) -> int | None:

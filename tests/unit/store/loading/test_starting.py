@@ -143,7 +143,6 @@ def test_a_store_that_is_slow_or_silent_is_not_waited_for(
     with starts_of(files, tmp_path, wait_s=0.8) as starts:
         begin(starts, tree)
         assert waited(starts) < 0.8, "after a quarter of the time nothing is there"
-        assert not starts.is_under_way([LAYER])
         go_on.set()
     with starts_of(files, tmp_path, wait_s=0.0) as starts:
         begin(starts, tree)
@@ -180,3 +179,23 @@ def test_nothing_stays_open(tmp_path: Path, tree: Path) -> None:
             begin(starts, tree)
             waited(starts)
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_creates_that_wait_leave_room_for_those_that_need_not(
+    tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go_on = threading.Event()
+    monkeypatch.setattr(starting, "_bring", lambda _fd, _parts: go_on.wait(20))
+
+    async def many(starts: Starts) -> tuple[int, int]:
+        tasks = [asyncio.create_task(starts.ready([LAYER])) for _ in range(3 * starting.MOST_WAITING)]
+        await asyncio.sleep(0.2)
+        found = sum(task.done() for task in tasks)
+        go_on.set()
+        await asyncio.gather(*tasks)
+        return found, len(tasks)
+
+    with starts_of(store_of(("a", ((0, 4096),))), tmp_path, wait_s=60.0) as starts:
+        begin(starts, tree)
+        done, count = asyncio.run(many(starts))
+    assert count - done == starting.MOST_WAITING
