@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from pathlib import Path
@@ -72,15 +73,24 @@ class Monitor:
 
     async def give(self, name: str, fd: int) -> None:
         """QEMU gets a duplicate of a descriptor, which `fd:<name>` means from then on until it is used."""
-        with _lost("getfd"):
-            self._client.send_fd_scm(fd)
+        self._send(fd, "getfd")
         await self.execute("getfd", {"fdname": name})
 
     async def add_fd(self, fd: int) -> int:
         """QEMU gets a duplicate of a descriptor: `/dev/fdset/<the number>` means it wherever QEMU takes a path."""
-        with _lost("add-fd"):
-            self._client.send_fd_scm(fd)
+        self._send(fd, "add-fd")
         return int((await self.execute("add-fd"))["fdset-id"])
+
+    def _send(self, fd: int, command: str) -> None:
+        """A descriptor, with the blank the protocol passes over. The library's own way knows asyncio's sockets only,
+        not those of the loop servers run on. Nothing waits in its buffer: every command before has been answered.
+        """
+        with _lost(command):
+            transport = self._client._writer.transport if self._client._writer is not None else None  # noqa: SLF001
+            if transport is None or transport.is_closing():
+                raise EOFError("the connection ended")
+            with socket.socket(fileno=os.dup(transport.get_extra_info("socket").fileno())) as connection:
+                socket.send_fds(connection, [b" "], [fd])
 
     def capture(self, *names: str) -> Events:
         """Events of these names from now on (all, without names). Close it; what is not read is kept until then."""

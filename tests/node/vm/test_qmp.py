@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import uvloop
 
 from opendsec.linux import process
 from opendsec.vm.qmp import Monitor, MonitorError, MonitorLostError, monitor
@@ -61,6 +62,28 @@ async def test_descriptors_are_given(machine: tuple[Path, int]) -> None:
             assert os.read(reader, 1) == b""
     finally:
         os.close(reader)
+
+
+def test_descriptors_are_given_on_the_loop_servers_run_on(tmp_path: Path) -> None:
+    async def give() -> None:
+        path = tmp_path / "qmp.sock"
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(path))
+            listener.listen(4)
+            argv = ["-M", "none", "-nodefaults", "-no-user-config", "-display", "none"]
+            argv += ["-chardev", "socket,id=q,fd=9,server=on,wait=off", "-mon", "chardev=q,mode=control"]
+            pid, pidfd = process.spawn(PROGRAM, argv=argv, fds={9: listener.fileno()})
+        try:
+            async with monitor(path) as qmp:
+                number = await qmp.add_fd(pidfd)
+                assert [one["fdset-id"] for one in await qmp.execute("query-fdsets")] == [number]
+        finally:
+            process.send_signal(pidfd)
+            await process.wait_ended(pidfd, timeout_s=20)
+            process.reap(pid)
+            os.close(pidfd)
+
+    uvloop.run(give())
 
 
 async def test_an_end_in_the_middle_is_a_lost_monitor(machine: tuple[Path, int]) -> None:
