@@ -15,6 +15,7 @@
 #include <sys/ioctl.h>
 #include <sys/prctl.h>
 #include <sys/resource.h>
+#include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
@@ -105,12 +106,22 @@ static void make_room_for_arguments(const struct launch *launch) {
     setrlimit(RLIMIT_STACK, &stack);
 }
 
+/* So that another user may open them again by name: /dev/stdout is a link to /proc/self/fd/1. Best effort: without the capability it is as it was. */
+static void give_pipes(uid_t uid) {
+    struct stat found;
+    for (int fd = 0; uid != 0 && fd <= 2; fd++) {
+        int ignored = fstat(fd, &found) == 0 && S_ISFIFO(found.st_mode) ? fchown(fd, uid, (gid_t)-1) : 0;
+        (void)ignored;
+    }
+}
+
 static void assume_user(const struct launch *launch, struct identity *identity) {
     if (!identity_resolve(launch->user, identity)) {
         errno = 0; /* the sentence says it all; what the last lookup left there does not belong to it */
         fail("no_user", "%s: %s", identity->problem);
     }
     if (launch->terminal && fchown(0, identity->uid, (gid_t)-1) < 0) fail("no_user", "%s: %s", "the terminal");
+    give_pipes(identity->uid);
     if (!identity_assume(identity)) fail("no_user", "%s: %s", "changing to the user");
 }
 

@@ -53,6 +53,13 @@ async def test_every_form_of_user(users: Shell, user: str, expected: str) -> Non
     assert result.stdout.decode().strip() == expected, result.stderr
 
 
+@pytest.mark.parametrize("user", ["", "app", "4242:4343"])
+async def test_streams_can_be_opened_by_name(users: Shell, user: str) -> None:
+    """Pipes belong to whoever a command runs as: `echo > /dev/stderr` is common in scripts."""
+    result = await users.run("echo out > /dev/stdout; echo err > /dev/stderr; cat /dev/stdin", user=user)
+    assert (result.stdout, result.stderr, result.exit.exit_code) == (b"out\n", b"err\n", 0)
+
+
 @pytest.mark.parametrize(
     "user", ["nobody", "app:none-such", "short", "4294967295", "99999999999", "-1", "x" * 1000, "app:"]
 )
