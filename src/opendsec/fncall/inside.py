@@ -73,15 +73,9 @@ def become_nobody(cpu_s: int) -> None:
 
 def read_task(fd: int) -> dict[str, Any]:
     """What to do. Nothing of it stays in the file."""
-    pieces = []
-    while True:
-        piece = os.read(fd, 1 << 20)
-        if not piece:
-            break
-        pieces.append(piece)
+    text = os.pread(fd, os.fstat(fd).st_size, 0)
     os.ftruncate(fd, 0)
-    os.lseek(fd, 0, os.SEEK_SET)
-    task: dict[str, Any] = json.loads(b"".join(pieces))
+    task: dict[str, Any] = json.loads(text)
     return task
 
 
@@ -118,7 +112,8 @@ def run(task_fd: int, cpu_s: int) -> int:
     """The forked process's whole life; its exit status."""
     become_nobody(cpu_s)
     task = read_task(task_fd)
-    os.environ.update(task["env"])  # noqa: TID251 the call's own process
+    if task["env"]:  # the rest is the fork server's own
+        os.environ.update(task["env"])  # noqa: TID251 the call's own process
     sys.path.insert(0, WORK)
     renew_randomness()
     status = 1
@@ -136,6 +131,16 @@ def run(task_fd: int, cpu_s: int) -> int:
         except (OSError, ValueError):
             status = status or 1
     return status
+
+
+def warm_up() -> None:
+    """Go once through what every call does: memory that is written here once is not copied in every fork (2.3 -> 1.1
+    CPU-ms, 425 -> 263 page faults).
+    """
+    code = "def warm(first, second=2):\n    return [first, {'second': second}]\n"
+    call(json.loads(json.dumps({"code": code, "function": "warm", "arguments": [[1], {"second": 2}]})))
+    del sys.modules["fncall"]
+    os.environ.update(os.environ)  # noqa: TID251 the fork server's own
 
 
 class Server:
@@ -209,6 +214,7 @@ def main() -> None:
     server = Server(control)
     signal.signal(signal.SIGUSR1, server.on_request)
     sys.argv = [""]
+    warm_up()
     gc.collect()
     gc.freeze()
     sys.stdout.flush()

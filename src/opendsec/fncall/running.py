@@ -130,11 +130,13 @@ async def _executed(member: Member, command_id: int, program: Program, streams: 
     try:
         if len(program.stdin) <= _PIPE_READ:
             if program.stdin:
-                await guest.write_stdin(command_id, 0, program.stdin, eof=True)
+                await _feed(member, command_id, program.stdin)
             return await _listen(member, command_id, streams)
         async with asyncio.TaskGroup() as group:
-            group.create_task(_feed(member, command_id, program.stdin))
-            return await _listen(member, command_id, streams)
+            feeding = group.create_task(_feed(member, command_id, program.stdin))
+            ended = await _listen(member, command_id, streams)
+            feeding.cancel()
+        return ended
     finally:
         guest.release(command_id)
 
@@ -234,8 +236,7 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
     watch = Watch(cpu_s=member.files.cpu_s, cpu_limit_s=spec.cpu_time_s, wall_limit_s=spec.wall_time_s)
     task = os.memfd_create("task", os.MFD_CLOEXEC)
     try:
-        os.write(task, _task(member, spec))
-        os.lseek(task, 0, os.SEEK_SET)
+        _write(task, _task(spec))
         with watch(member.zygote.kill):
             ended = await _called(member, spec, task, pipes)
         pipes.close()
@@ -260,9 +261,16 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
         os.close(task)
 
 
-def _task(member: Member, spec: FnCallSpec) -> bytes:
+def _write(fd: int, content: bytes) -> None:
+    """At the beginning; whoever writes next does so at the beginning again."""
+    at = 0
+    while at < len(content):
+        at += os.pwrite(fd, content[at:], at)
+
+
+def _task(spec: FnCallSpec) -> bytes:
     arguments = spec.arguments or "[[], {}]"
-    rest = {"code": spec.code, "function": spec.function, "env": member.environment(spec.env)}
+    rest = {"code": spec.code, "function": spec.function, "env": dict(spec.env)}
     return f'{json.dumps(rest)[:-1]}, "arguments": {arguments}}}'.encode()
 
 

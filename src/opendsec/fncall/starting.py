@@ -19,7 +19,7 @@ from opendsec.backends.container import ContainerBackend
 from opendsec.backends.container_policy import Lock, LockedPlan
 from opendsec.errors import CapacityError, InvalidSpecError, OpenDSecError, StartError
 from opendsec.fncall.box import USER_ID, Box, writable_places
-from opendsec.fncall.member import DEFAULT_PATH, MIB, Group, Member
+from opendsec.fncall.member import Group, Member
 from opendsec.fncall.settings import FnCallSettings
 from opendsec.fncall.zygote import ImportFailedError, Zygote, start_zygote
 from opendsec.guest.base import GuestError, GuestLostError
@@ -155,9 +155,8 @@ class Starting:
         return member
 
     async def _zygote(self, member: Member, imports: tuple[str, ...]) -> Zygote:
-        env = {"PATH": DEFAULT_PATH, "LC_ALL": "C.UTF-8", **member.image.config.env, "HOME": "/", **member.env}
         try:
-            return await start_zygote(member.guest, member.box, imports, env)
+            return await start_zygote(member.guest, member.box, imports, member.environment({}))
         except ImportFailedError as failed:
             raise InvalidSpecError(
                 f"imports: {failed}"[:2000],
@@ -219,6 +218,3 @@ def _let_go(member: Member) -> None:
         member.zygote = None
     member.box.close()
     member.files.close()
-
-
-__all__ = ["MIB", "Starting"]

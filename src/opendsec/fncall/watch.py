@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 SHORTEST_S = 0.004
+_PROCESSORS = os.cpu_count() or 1
 
 
 class Watch:
@@ -23,7 +24,7 @@ class Watch:
         self._cpu = cpu_s
         self._cpu_limit_s = cpu_limit_s
         self._wall_limit_s = wall_limit_s
-        self._processors = os.cpu_count() or 1
+        self._processors = _PROCESSORS
         self._end: Callable[[], None] = lambda: None
         self._timer: asyncio.TimerHandle | None = None
         self.is_over = False

@@ -1,0 +1,3 @@
+// verdict: CE
+#include "/call/expected"
+int main(void) { return 0; }

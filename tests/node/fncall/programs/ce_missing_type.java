@@ -1,0 +1,6 @@
+// verdict: CE
+public class Main {
+    public static void main(String[] args) {
+        Missing.print(6);
+    }
+}

@@ -1,0 +1,2 @@
+// verdict: CE
+int main(void) { return 0

@@ -1,0 +1,6 @@
+// verdict: CE
+#include <string>
+int main() {
+    int n = std::string("6");
+    return n;
+}

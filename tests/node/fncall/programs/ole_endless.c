@@ -1,0 +1,5 @@
+// verdict: OLE
+#include <stdio.h>
+int main(void) {
+    for (;;) puts("all work and no play");
+}

@@ -1,0 +1,2 @@
+# verdict: OLE
+yes

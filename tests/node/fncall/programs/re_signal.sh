@@ -1,0 +1,3 @@
+# verdict: RE
+echo 6
+kill -TERM $$

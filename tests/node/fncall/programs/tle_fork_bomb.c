@@ -1,0 +1,5 @@
+// verdict: TLE
+#include <unistd.h>
+int main(void) {
+    for (;;) fork();
+}

@@ -1,0 +1,4 @@
+// verdict: TLE
+int main(void) {
+    for (volatile unsigned long i = 0;; i++) {}
+}

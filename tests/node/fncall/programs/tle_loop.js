@@ -1,0 +1,3 @@
+// verdict: TLE
+// limits: memory_mb=384
+for (;;) {}

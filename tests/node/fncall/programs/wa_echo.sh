@@ -1,0 +1,2 @@
+# verdict: WA
+cat
