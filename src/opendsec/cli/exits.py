@@ -11,6 +11,7 @@ from __future__ import annotations
 from opendsec import ShellResult
 from opendsec.errors import ExecError, FileError, NoShellError, NotFoundError, OpenDSecError
 from opendsec.model.command import CommandResult, EndReason
+from opendsec.model.fncall import CallStatus, FnCallResult
 
 TIMEOUT = 124
 PLATFORM = 125
@@ -28,6 +29,28 @@ def of_result(result: CommandResult | ShellResult) -> int:
     if result.exit_code is None:
         return PLATFORM
     return result.exit_code
+
+
+def of_call(result: FnCallResult) -> int:
+    """The status for a call: its program's own, 128 and the signal that ended it, 124 for its time limit."""
+    run = result.compile if result.run is None else result.run
+    if result.status is CallStatus.OK:
+        return 0
+    if run is not None and run.status is CallStatus.TIME_LIMIT:
+        return TIMEOUT
+    if run is None or (run.exit_code is None and not run.signal):
+        return 1
+    return run.exit_code if run.exit_code is not None else 128 + run.signal
+
+
+def sentence_of_call(result: FnCallResult) -> str:
+    """What a user should know beyond the status; "" when it says everything."""
+    return {
+        CallStatus.COMPILE_ERROR: "the program does not compile",
+        CallStatus.TIME_LIMIT: "the program ran into its time limit",
+        CallStatus.MEMORY_LIMIT: "the program was killed: its memory limit is reached",
+        CallStatus.OUTPUT_LIMIT: "the program was ended: it wrote more than its output limit",
+    }.get(result.status, "")
 
 
 def of_error(error: OpenDSecError) -> int:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 Cli = Callable[..., "subprocess.CompletedProcess[bytes]"]
-START_S = 20.0
+START_S = 60.0
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +23,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
     variables = os.environ | {
         "OPENDSEC_STATE_DIR": str(folder / "state"),
         "OPENDSEC_RUN_DIR": str(folder / "run"),
-        "OPENDSEC_EDGE_BACKENDS": "dummy",
+        "OPENDSEC_EDGE_BACKENDS": "dummy,fncall",
         "OPENDSEC_API_URL": f"unix:{socket}",
         "OPENDSEC_API_KEY": "",
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
