@@ -16,7 +16,7 @@ from pathlib import Path
 
 from opendsec.backends.console import Console
 from opendsec.errors import UnsupportedError
-from opendsec.guest.base import Guest, GuestStream
+from opendsec.guest.base import Guest
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image, ImageConfig
 from opendsec.model.node import BackendReport
@@ -197,11 +197,6 @@ class Backend(ABC):
     def console(self, handle: Handle) -> Console:
         """Screen, input and serial line. Raises UnsupportedError unless declared."""
         raise UnsupportedError(f"the {self.kind.value} backend has no screen", sandbox_id=handle.sandbox_id)
-
-    async def dial(self, handle: Handle, guest: Guest, port: int) -> GuestStream:
-        """A connection to a port inside. Raises GuestError, GuestLostError, SandboxLostError."""
-        del handle
-        return await guest.dial(port)
 
     @abstractmethod
     async def snapshot(self, handle: Handle, target: Path) -> None:

@@ -365,9 +365,6 @@ class FullVmBackend(Backend):
             raise SandboxLostError("the machine is gone", sandbox_id=handle.sandbox_id)
         return live.console
 
-    async def dial(self, handle: Handle, guest: Guest, port: int) -> GuestStream:
-        return await guest.dial(port)
-
     # ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────
 
     @property

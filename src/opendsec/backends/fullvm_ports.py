@@ -7,10 +7,11 @@ Whether anybody listens inside shows only afterwards: a connection to a closed p
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
 
 from opendsec.errors import InvalidSpecError, NodeError, SandboxLostError
-from opendsec.guest.base import GuestStream
+from opendsec.guest.base import GuestLostError, GuestStream
 from opendsec.linux.network import socket_within
 from opendsec.vm.q35 import Q35Machine
 from opendsec.vm.q35_line import NET
@@ -68,14 +69,18 @@ class SocketStream(GuestStream):
     async def read(self) -> bytes:
         try:
             return await asyncio.get_running_loop().sock_recv(self._socket, READ_BYTES)
-        except ConnectionError:
+        except OSError:
             return b""
 
     async def write(self, data: bytes) -> None:
-        await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        try:
+            await asyncio.get_running_loop().sock_sendall(self._socket, data)
+        except OSError as error:
+            raise GuestLostError(f"the connection has ended: {error}") from error
 
     async def write_eof(self) -> None:
-        self._socket.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
 
     async def aclose(self) -> None:
         self._socket.close()

@@ -56,7 +56,7 @@ class FileRoutes:
         path, user = _path(asked), asked.pop("user", "")
         offset, length = integer(asked, "offset") or 0, integer(asked, "length")
         nothing_else(asked)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             with file_errors(path):
                 stat, chunks = await guest.open_read(path, offset=offset, length=length, user=user)
             expected = max(0, stat.size - offset) if length is None else min(length, max(0, stat.size - offset))
@@ -71,7 +71,7 @@ class FileRoutes:
         path, user = _path(asked), asked.pop("user", "")
         mode, parents = integer(asked, "mode", most=0o7777, base=8), flag(asked, "parents")
         nothing_else(asked)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             with file_errors(path):
                 stat = await while_uploading(
                     receive, lambda chunks: guest.write_file(path, chunks, mode=mode, parents=parents, user=user)
@@ -83,7 +83,7 @@ class FileRoutes:
         sandbox, asked = self._ask(sandbox_id, scope)
         path, user = _path(asked), asked.pop("user", "")
         nothing_else(asked)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             await send_stream(receive, send, _told(path, guest.pack(path, user=user)), media_type=TREE_MEDIA_TYPE)
 
     async def unpack(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,7 +91,7 @@ class FileRoutes:
         sandbox, asked = self._ask(sandbox_id, scope)
         path, user = _path(asked), asked.pop("user", "")
         nothing_else(asked)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             with file_errors(path):
                 files, size = await while_uploading(receive, lambda chunks: guest.unpack(path, chunks, user=user))
         await send_json(send, TreeStatus(files=files, bytes=size))
@@ -101,7 +101,7 @@ class FileRoutes:
         sandbox, asked = self._ask(sandbox_id, scope)
         path, user, recursive = _path(asked), asked.pop("user", ""), flag(asked, "recursive")
         nothing_else(asked)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             events = _events(path, guest.watch(path, recursive=recursive, user=user))
             await send_stream(receive, send, ndjson(events), media_type=NDJSON_MEDIA_TYPE)
 
@@ -111,7 +111,7 @@ class FileRoutes:
         nothing_else(asked)
         request = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), FileRequest)
         check_request(name, request)
-        async with sandbox.working() as guest:
+        async with sandbox.working(Capability.FILES) as guest:
             with file_errors(request.path):
                 answer = await _perform(name, request, guest)
         await send_json(send, answer)

@@ -240,8 +240,10 @@ class Sandbox:
             self.apply(lifecycle.LifetimeChanged(time.monotonic(), now))
 
     @contextlib.asynccontextmanager
-    async def working(self) -> AsyncIterator[Guest]:
+    async def working(self, needs: Capability | None = None) -> AsyncIterator[Guest]:
         """While an operation other than a command is in progress: it is running, and its idle time does not pass."""
+        if needs is not None:
+            self.require(needs)
         await self.resume()
         self.work_begun()
         then = self.life
@@ -280,6 +282,7 @@ class Sandbox:
 
     async def submit(self, request: ExecRequest) -> Command:
         """Start a command, or find it by its operation id."""
+        self.require(Capability.EXEC)
         if request.pty is not None:
             self.require(Capability.PTY)
         if request.session is not None:
@@ -294,6 +297,11 @@ class Sandbox:
             raise errors.UnsupportedError(
                 f"the {self.backend.kind.value} backend of this node has no {capability.value}",
                 detail={"capability": capability.value},
+            )
+        why = self.backend.lacks(self.image_config).get(capability)
+        if why is not None:
+            raise errors.UnsupportedError(
+                f"this sandbox has no {capability.value}: {why}", detail={"capability": capability.value}
             )
 
     def work_begun(self) -> None:

@@ -25,8 +25,10 @@ from opendsec.edge.life_routes import LifeRoutes
 from opendsec.edge.node import Node
 from opendsec.edge.pack_routes import PackRoutes
 from opendsec.edge.packing import Packing
+from opendsec.edge.port_routes import PortRoutes
 from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
+from opendsec.edge.screen_routes import ScreenRoutes
 from opendsec.edge.snapshot_routes import SnapshotRoutes
 from opendsec.fncall.base import FnCalls
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
@@ -81,6 +83,8 @@ class RawPaths:
         self._lives, execs, files = LifeRoutes(node), ExecRoutes(node), FileRoutes(node)
         self._packs = PackRoutes(node, packing)
         self._snapshots = SnapshotRoutes(node)
+        self._ports = PortRoutes(node)
+        self._screens = ScreenRoutes(node)
         self._images = ImageRoutes(desk)
         calls = FnCallRoutes(fncalls)
         self._top: dict[tuple[str, str], ASGIApp] = {
@@ -137,10 +141,15 @@ class RawPaths:
                 given.append(parts[5])
         elif parts[4] == "pack" and len(parts) == 5 and method == "POST":
             found = self._packs.pack
+        elif parts[4] == "ports" and len(parts) == 6 and method == "POST":
+            found = self._ports.connect
+            given.append(parts[5])
         elif parts[4] in ("snapshot", "fork") and len(parts) == 5 and method == "POST":
             found = self._snapshots.snapshot if parts[4] == "snapshot" else self._snapshots.fork
         elif parts[4] == "files" and len(parts) == 6:
             found = self._files.get((method, parts[5]))
+        else:
+            found = self._screens.find(method, "/".join(parts[4:]))
         return None if found is None else partial(found, *given)
 
 

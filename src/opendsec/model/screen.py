@@ -98,13 +98,6 @@ class View:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Clipboard:
-    """What was copied last inside."""
-
-    text: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
 class SerialStatus:
     """Of the serial console."""
 
@@ -170,7 +163,7 @@ def check_text(text: str, layout: str) -> None:
             raise InvalidSpecError(
                 f"text: {character!r} at {at} is on no key of the layout {layout}",
                 detail={"field": "text", "at": at},
-                remedy="choose the layout the guest has, or paste it with `sandbox.screen.set_clipboard`",
+                remedy="choose the layout the guest has, or paste it after `sandbox.clipboard.set`",
             )
 
 

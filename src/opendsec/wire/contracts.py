@@ -14,6 +14,7 @@ Management (JSON)
                                                 `error`, without it the answer was cut
     POST   /v1/sandboxes/{id}/snapshot          SnapshotRequest → 200, NDJSON of SnapshotEvent, ended as a pack's answer
     POST   /v1/sandboxes/{id}/fork              ForkRequest → 200, NDJSON of ForkItem; the last line has `done`
+    POST   /v1/sandboxes/{id}/ports/{port}      raw body in, port stream (below) out, both at once: one connection
     GET    /v1/snapshots                        → SnapshotList, by name
     DELETE /v1/snapshots?name=&force=BOOL       → SnapshotSummary of what it was
     GET    /v1/images?prefix=&limit=&cursor=    → ImagePage, by name
@@ -27,6 +28,14 @@ Management (JSON)
                                                 last line has `done`, without it the answer was cut
     GET    /v1/node                             → NodeReport            (edge only)
     GET    /healthz                             → 200 "ok"
+Machines with a screen
+    GET    /v1/sandboxes/{id}/screen            → PNG
+    GET    /v1/sandboxes/{id}/screen/size       → ScreenSize
+    POST   /v1/sandboxes/{id}/screen/view       ViewRequest → View: an address for a browser
+    GET    /v1/sandboxes/{id}/screen/vnc        WebSocket, binary: RFB 3.8
+    POST   /v1/sandboxes/{id}/input             InputRequest → Empty, when all of it is done
+    GET    /v1/sandboxes/{id}/serial?offset=N&wait=S          → bytes from there on; X-OpenDSec-Offset says from where
+    POST   /v1/sandboxes/{id}/serial            raw bytes → SerialStatus
 Commands
     POST   /v1/sandboxes/{id}/commands          ExecRequest → exec stream (below); with ?detach=true → 201 CommandStatus
     GET    /v1/sandboxes/{id}/commands          → CommandList
@@ -51,6 +60,9 @@ Exec stream: a body of frames (wire.frames, id 0). Types: EXEC_STARTED (JSON Com
 (u64 LE offset, then bytes), EXEC_RESULT (JSON CommandResult, last frame), EXEC_ERROR (JSON error, last frame),
 EXEC_KEEPALIVE (empty, every 10 s of silence). A stream without EXEC_RESULT or EXEC_ERROR was cut: the caller asks again
 with its offsets.
+
+Port stream: a body of frames (id 0): PORT_DATA (bytes), PORT_EOF (the sandbox has ended its direction), PORT_ERROR
+(JSON error, last), PORT_KEEPALIVE (empty, every 10 s of silence). It ends when the request's body has ended, too.
 
 Headers: `Authorization: Bearer <key>` (apiserver) or the edge's token; `Idempotency-Key` on creates, packs, snapshots
 and forks (same key and body: same answer; same key, other body: 409); `X-OpenDSec-Project` and `X-OpenDSec-Rights` from
@@ -80,8 +92,14 @@ EXEC_RESULT = 4
 EXEC_ERROR = 5
 EXEC_KEEPALIVE = 6
 
+PORT_DATA = 1
+PORT_EOF = 2
+PORT_ERROR = 3
+PORT_KEEPALIVE = 4
+
 KEEPALIVE_S = 10.0
 STREAM_MEDIA_TYPE = "application/vnd.opendsec.frames"
+PORT_MEDIA_TYPE = "application/vnd.opendsec.port"
 TREE_MEDIA_TYPE = "application/vnd.opendsec.tree"
 NDJSON_MEDIA_TYPE = "application/x-ndjson"
 
@@ -95,6 +113,8 @@ without this header a caller with a project has no such right."""
 RIGHT_BUILD = "build"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"
+HEADER_OFFSET = "X-OpenDSec-Offset"
+"""Of a serial console's answer: the offset of its first byte."""
 MAX_JSON_BODY = 8 * 1024 * 1024
 MAX_FORKS = 1000
 """Of one fork: they all start on one node."""

@@ -16,6 +16,7 @@ from opendsec.vm.qmp import Monitor, MonitorError, MonitorLostError, monitor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.qemu]
 PROGRAM = Path("/usr/bin/qemu-system-x86_64")
+uvloop.run(asyncio.sleep(0))  # its first loop opens a pipe that stays with the process
 
 
 @pytest.fixture

@@ -13,8 +13,11 @@ from enum import Enum
 
 from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
+from opendsec.client._sync.keyboard import Keyboard
+from opendsec.client._sync.mouse import Mouse
 from opendsec.client._sync.packing import OnPack, packed
 from opendsec.client._sync.process import Process
+from opendsec.client._sync.screen import Clipboard, Screen, Serial
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import last_words
 from opendsec.client.packed import PackedImage
@@ -49,6 +52,16 @@ class Sandbox:
         """Start, list and find commands."""
         self.files = Files(transport, sandbox_id)
         """Read, write and copy files."""
+        self.screen = Screen(transport, sandbox_id)
+        """Of a full VM: what its display shows."""
+        self.mouse = Mouse(transport, sandbox_id)
+        """Of a full VM: point and click."""
+        self.keyboard = Keyboard(transport, sandbox_id)
+        """Of a full VM: type and press keys."""
+        self.serial = Serial(transport, sandbox_id)
+        """Of a full VM: its serial console."""
+        self.clipboard = Clipboard(self.commands)
+        """Of a full VM with a desktop and our agent: what was copied."""
 
     def __repr__(self) -> str:
         return f"Sandbox({self.id!r})"
