@@ -58,7 +58,7 @@ def read_simulated(path: Path) -> GpuInventory:
     except (OSError, msgspec.DecodeError) as exc:
         raise InvalidSpecError(f"{SETTING}: {path}: {exc}", detail={"field": SETTING}) from exc
     instances = tuple(
-        GpuInstance(uuid=one.uuid, profile=one.profile, memory_mb=one.memory_mb, env={"OPENDSEC_GPU_SIMULATED": "1"})
+        GpuInstance(uuid=one.uuid, profile=one.profile, memory_mb=one.memory_mb, env={"GPU_SIMULATED": "1"})
         for one in found.instances
     )
     return GpuInventory(instances=instances, simulated=True)

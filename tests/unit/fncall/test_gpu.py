@@ -138,7 +138,7 @@ def test_an_inventory_that_is_made_up_says_so(tmp_path: Path) -> None:
     inventory = read_simulated(path)
     assert inventory.simulated
     assert inventory.instances[0].devices == ()
-    assert GpuDesk(inventory).take(EXCLUSIVE, holder="x").env["OPENDSEC_GPU_SIMULATED"] == "1"
+    assert GpuDesk(inventory).take(EXCLUSIVE, holder="x").env["GPU_SIMULATED"] == "1"
     for text in ("", "{", '{"instances": [{}]}', '{"instances": [{"uuid": "a", "speed": 1}]}'):
         path.write_text(text)
         with pytest.raises(InvalidSpecError) as refused:
