@@ -17,10 +17,13 @@ if TYPE_CHECKING:
     from opendsec.client._async.commands import Commands as Commands
     from opendsec.client._async.files import Files as Files
     from opendsec.client._async.images import Images as Images
+    from opendsec.client._async.ports import Ports as Ports
+    from opendsec.client._async.ports import PortStream as PortStream
     from opendsec.client._async.process import Process as Process
     from opendsec.client._async.process import ProcessInput as ProcessInput
     from opendsec.client._async.process import ProcessOutput as ProcessOutput
     from opendsec.client._async.sandbox import Sandbox as Sandbox
+    from opendsec.client._async.snapshots import Snapshots as Snapshots
     from opendsec.client.fncall_args import DSecFnCallArgs as DSecFnCallArgs
     from opendsec.client.packed import PackedImage as PackedImage
     from opendsec.client.progress import TransferProgress as TransferProgress
@@ -92,12 +95,14 @@ if TYPE_CHECKING:
     from opendsec.model.node import SandboxEnd as SandboxEnd
     from opendsec.model.node import SandboxState as SandboxState
     from opendsec.model.node import SandboxStatus as SandboxStatus
+    from opendsec.model.snapshot import SnapshotSummary as SnapshotSummary
     from opendsec.model.spec import BackendKind as BackendKind
     from opendsec.model.spec import Lifetime as Lifetime
     from opendsec.model.spec import Resources as Resources
     from opendsec.model.spec import SandboxSpec as SandboxSpec
     from opendsec.wire.contracts import PackEvent as PackEvent
     from opendsec.wire.contracts import PackResult as PackResult
+    from opendsec.wire.contracts import SnapshotEvent as SnapshotEvent
     from opendsec.wire.contracts import TreeStatus as TreeStatus
 
 __all__ = [
@@ -158,6 +163,8 @@ __all__ = [
     "PackEvent",
     "PackResult",
     "PackedImage",
+    "PortStream",
+    "Ports",
     "Process",
     "ProcessInput",
     "ProcessOutput",
@@ -176,7 +183,10 @@ __all__ = [
     "SandboxState",
     "SandboxStatus",
     "ShellResult",
+    "SnapshotEvent",
     "SnapshotInvalidError",
+    "SnapshotSummary",
+    "Snapshots",
     "StartError",
     "Started",
     "TaskType",
@@ -205,7 +215,9 @@ _PLACES = {
         "ProcessInput",
         "ProcessOutput",
     ),
+    "opendsec.client._async.ports": ("PortStream", "Ports"),
     "opendsec.client._async.sandbox": ("Sandbox",),
+    "opendsec.client._async.snapshots": ("Snapshots",),
     "opendsec.client.fncall_args": ("DSecFnCallArgs",),
     "opendsec.client.packed": ("PackedImage",),
     "opendsec.client.progress": ("TransferProgress",),
@@ -293,6 +305,7 @@ _PLACES = {
         "SandboxState",
         "SandboxStatus",
     ),
+    "opendsec.model.snapshot": ("SnapshotSummary",),
     "opendsec.model.spec": (
         "BackendKind",
         "Lifetime",
@@ -302,6 +315,7 @@ _PLACES = {
     "opendsec.wire.contracts": (
         "PackEvent",
         "PackResult",
+        "SnapshotEvent",
         "TreeStatus",
     ),
 }

@@ -9,8 +9,10 @@ from opendsec.client._sync.client import DSecClient, Failed, Started
 from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
 from opendsec.client._sync.images import Images
+from opendsec.client._sync.ports import Ports, PortStream
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
 from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client._sync.snapshots import Snapshots
 from opendsec.client.fncall_args import DSecFnCallArgs
 from opendsec.client.packed import PackedImage
 from opendsec.client.progress import TransferProgress
@@ -70,8 +72,9 @@ from opendsec.model.fncall import (
 from opendsec.model.image import ImagePart
 from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
+from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
-from opendsec.wire.contracts import PackEvent, PackResult, TreeStatus
+from opendsec.wire.contracts import PackEvent, PackResult, SnapshotEvent, TreeStatus
 
 __all__ = [
     "BackendKind",
@@ -131,6 +134,8 @@ __all__ = [
     "PackEvent",
     "PackResult",
     "PackedImage",
+    "PortStream",
+    "Ports",
     "Process",
     "ProcessInput",
     "ProcessOutput",
@@ -149,7 +154,10 @@ __all__ = [
     "SandboxState",
     "SandboxStatus",
     "ShellResult",
+    "SnapshotEvent",
     "SnapshotInvalidError",
+    "SnapshotSummary",
+    "Snapshots",
     "StartError",
     "Started",
     "TaskType",

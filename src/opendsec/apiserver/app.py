@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import AsyncIterator, Callable
 from importlib.metadata import PackageNotFoundError, version
 
-from opendsec.apiserver import image_routes
+from opendsec.apiserver import image_routes, snapshots
 from opendsec.apiserver.batches import Batches
 from opendsec.apiserver.call_routes import CallRoutes
 from opendsec.apiserver.calls import Calls
@@ -76,12 +76,12 @@ async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> As
         async with asyncio.TaskGroup() as group:
             reclaiming = group.create_task(reclaimer.run())
             app = make_app(
-                [*ROUTES, *image_routes.ROUTES, *described()],
+                [*ROUTES, *image_routes.ROUTES, *snapshots.ROUTES, *described()],
                 title="OpenDSec",
                 version=_version(),
                 verify=door.verify,
                 raw=lambda scope: forward.route(scope) or calls.route(scope),
-                state={"parts": parts, "images": Images(edges)},
+                state={"parts": parts, "images": Images(edges), "snapshots": snapshots.SnapshotsOfEdges(edges)},
             )
             yield door.before(app)
             reclaiming.cancel()

@@ -36,6 +36,8 @@ _OWN_ANSWER_HEADERS = frozenset(
     {b"connection", b"date", b"keep-alive", b"server", b"trailer", b"transfer-encoding", b"upgrade", b"x-request-id"}
 )
 
+_NOTHING_YET: Message = {"type": "http.request", "body": b"", "more_body": True}
+
 ProjectOf = Callable[[Scope], str]
 RightsOf = Callable[[Scope], Sequence[str]]
 _RIGHTS = HEADER_RIGHTS.lower().encode("ascii")
@@ -70,7 +72,8 @@ class Forward:
                 *(pair for pair in scope["headers"] if pair[0] not in _OWN_REQUEST_HEADERS),
             ],
         )
-        first = await receive()
+        # Who connects to a port may wait for what its other end says first.
+        first = _NOTHING_YET if _goes_both_ways(scope["path"]) else await receive()
         if first["type"] == "http.disconnect":
             raise ClientGoneError("the client left before its request was whole")
         framing, streamed = _framing(scope, first)
@@ -88,6 +91,10 @@ class Forward:
                 f"no sandbox {sandbox_id}", detail={"field": "sandbox_id"}, sandbox_id=sandbox_id
             )
         return link
+
+
+def _goes_both_ways(path: str) -> bool:
+    return path[len(PREFIX) :].split("/")[1:2] == ["ports"]
 
 
 def _target(scope: Scope) -> bytes:

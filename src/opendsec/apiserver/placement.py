@@ -66,10 +66,13 @@ def split(count: int, views: Sequence[EdgeView]) -> dict[str, int]:
 
 def may_try_elsewhere(error: errors.OpenDSecError) -> bool:
     """Whether another edge could take what this one refused; true only when nothing was started here."""
+    if isinstance(error, errors.NotFoundError):
+        return error.detail.get("field") == "snapshot"  # in the store of another edge, perhaps
     return isinstance(
         error,
         (
             errors.CapacityError,
+            errors.SnapshotInvalidError,
             errors.ConnectError,
             errors.BackendUnavailableError,
             errors.HostCapabilityError,

@@ -346,7 +346,7 @@ class DummyGuest(Guest):
         self._check()
         if port != ECHO_PORT:
             raise GuestError("file", f"{host}:{port}: Connection refused", errno.ECONNREFUSED)
-        return _EchoStream(self._ended)
+        return _EchoStream(self._machine, self._ended)
 
     async def shutdown(self, grace_ms: int) -> None:
         self._check()
@@ -418,11 +418,13 @@ def _safe_name(name: bytes) -> str:
 class _EchoStream(GuestStream):
     """Port 7: what is written comes back."""
 
-    def __init__(self, ended: asyncio.Event) -> None:
+    def __init__(self, machine: Machine, ended: asyncio.Event) -> None:
+        self._machine = machine
         self._ended = ended
         self._data = bytearray()
         self._finished = False
         self._arrived = asyncio.Event()
+        machine.streams.add(self._arrived)
 
     async def read(self) -> bytes:
         while not self._data and not self._finished:
@@ -445,5 +447,6 @@ class _EchoStream(GuestStream):
         self._arrived.set()
 
     async def aclose(self) -> None:
+        self._machine.streams.discard(self._arrived)
         self._finished = True
         self._arrived.set()

@@ -267,6 +267,8 @@ class Machine:
         self.sessions: dict[str, Session] = {}
         self.frozen = False
         self.ended = asyncio.Event()
+        self.streams: set[asyncio.Event] = set()
+        """Of dialled connections: set when there is something to see."""
         self.oom_kills = 0
         self.pids_denied = 0
         self.live_connection: asyncio.Event = asyncio.Event()
@@ -290,6 +292,7 @@ class Machine:
             *(command.changed for command in self.commands.values()),
             *(session.freed for session in self.sessions.values()),
             *(watch.arrived for watch in self.files.watches),
+            *self.streams,
         ):
             waiting.set()
 

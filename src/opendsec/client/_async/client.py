@@ -15,6 +15,7 @@ from opendsec.client._async.connection import Lane
 from opendsec.client._async.fncalls import Outcome, call_outcomes
 from opendsec.client._async.images import Images
 from opendsec.client._async.sandbox import Sandbox
+from opendsec.client._async.snapshots import Snapshots
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
@@ -79,6 +80,8 @@ class DSecClient:
         self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
         self.images = Images(self._transport)
         """The images of the platform."""
+        self.snapshots = Snapshots(self._transport)
+        """The snapshots of your project."""
 
     def __repr__(self) -> str:
         return f"DSecClient({self.api_url!r})"

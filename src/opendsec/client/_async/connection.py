@@ -51,6 +51,11 @@ class PacedStream(httpcore.AsyncNetworkStream):
         call."""
         self._held = b""
 
+    @property
+    def raw(self) -> httpcore.AsyncNetworkStream:
+        """What lies below, for who speaks both ways at once and waits differently for each."""
+        return self._stream
+
     def _patience(self) -> float:
         if self.deadline is None:
             return self.silence_s

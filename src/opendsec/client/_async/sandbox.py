@@ -15,20 +15,31 @@ from opendsec.client._async.files import Files
 from opendsec.client._async.keyboard import Keyboard
 from opendsec.client._async.mouse import Mouse
 from opendsec.client._async.packing import OnPack, packed
+from opendsec.client._async.ports import Ports
 from opendsec.client._async.process import Process
 from opendsec.client._async.screen import Clipboard, Screen, Serial
+from opendsec.client._async.snapshots import OnSnapshot, forked, snapshot_saved
 from opendsec.client._async.transport import Transport, target
-from opendsec.client.concurrency import async_last_words
+from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.packed import PackedImage
 from opendsec.client.results import ShellResult
-from opendsec.errors import InvalidSpecError
+from opendsec.errors import InvalidSpecError, OpenDSecError
 from opendsec.model.command import DEFAULT_OUTPUT_BYTES, PtySize
 from opendsec.model.image import FileRole, LayerRole
 from opendsec.model.node import SandboxStatus
-from opendsec.model.spec import Lifetime, check_seconds
-from opendsec.wire.contracts import OWN_KEY_PREFIX, PackRequest, UpdateRequest
+from opendsec.model.snapshot import SnapshotSummary
+from opendsec.model.spec import Lifetime, check_seconds, check_snapshot_name
+from opendsec.wire.contracts import (
+    MAX_FORKS,
+    OWN_KEY_PREFIX,
+    ForkRequest,
+    PackRequest,
+    SnapshotRequest,
+    UpdateRequest,
+)
 
 STOP_TIMEOUT_S = 30.0
+FORK_TIMEOUT_S = 600.0
 
 
 class Unset(Enum):
@@ -61,6 +72,8 @@ class Sandbox:
         """Of a full VM: its serial console."""
         self.clipboard = Clipboard(self.commands)
         """Of a full VM with a desktop and our agent: what was copied."""
+        self.ports = Ports(transport, sandbox_id)
+        """Connections to ports inside."""
 
     def __repr__(self) -> str:
         return f"Sandbox({self.id!r})"
@@ -213,11 +226,97 @@ class Sandbox:
             self._transport,
             self._target("pack"),
             request,
-            key=f"{OWN_KEY_PREFIX}{secrets.token_hex(16)}" if idempotency_key is None else idempotency_key,
+            key=_own_key() if idempotency_key is None else idempotency_key,
             deadline=None if timeout is None else self._transport.deadline(timeout),
             on_progress=on_progress,
         )
         return PackedImage(result)
+
+    async def snapshot(
+        self,
+        name: str,
+        *,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+        on_progress: OnSnapshot | None = None,
+    ) -> SnapshotSummary:
+        """Save the sandbox whole, memory and disk, under a name of your project; it goes on afterwards.
+
+        Any number of sandboxes start from it (`snapshot=` of the run arguments) and go on where this one was, programs
+        included: on nodes with the same VMM, version, accelerator and processor model.
+
+        `timeout`: seconds; None: as long as it takes. The snapshot itself goes on after that, and when the calling task
+        is cancelled; the same call with the same `idempotency_key` finds it again.
+        `on_progress`: called about once a second with phase, bytes done and bytes in all.
+
+        Raises ForbiddenError (the key may not build), InvalidSpecError, ConflictError (the name is taken),
+        UnsupportedError (the backend has no snapshots), SandboxExitedError, DiskFullError, TransportError.
+        """
+        check_seconds(timeout, "timeout")
+        result = await snapshot_saved(
+            self._transport,
+            self._target("snapshot"),
+            SnapshotRequest(name=check_snapshot_name(name)),
+            key=_own_key() if idempotency_key is None else idempotency_key,
+            deadline=None if timeout is None else self._transport.deadline(timeout),
+            on_progress=on_progress,
+        )
+        return result.snapshot
+
+    async def fork(
+        self,
+        count: int = 1,
+        *,
+        labels: Mapping[str, str] | None = None,
+        lifetime: Lifetime | None = None,
+        timeout: float | None = None,
+        idempotency_key: str | None = None,
+    ) -> list[Sandbox]:
+        """Start `count` sandboxes on the same node that go on from the present state of this one, programs included;
+        this one goes on, too. All of them or none: when one fails, the others are stopped.
+
+        `labels`, `lifetime`: of the new ones; None: this one's.
+        `timeout`: seconds for all of it; None: 10 minutes. Calls with one `idempotency_key` name the same sandboxes.
+        When the calling task is cancelled, those that were started are stopped, unless the key is yours.
+
+        Raises UnsupportedError (the backend has no snapshots), InvalidSpecError, SandboxExitedError, CapacityError,
+        DiskFullError, DeadlineError, TransportError.
+        """
+        check_seconds(timeout, "timeout")
+        if not 1 <= count <= MAX_FORKS:
+            raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_FORKS}", detail={"field": "count"})
+        request = ForkRequest(count=count, labels=None if labels is None else dict(labels), lifetime=lifetime)
+        key = _own_key() if idempotency_key is None else idempotency_key
+        deadline = self._transport.deadline(FORK_TIMEOUT_S if timeout is None else timeout)
+        try:
+            found = await forked(self._transport, self._target("fork"), request, key=key, deadline=deadline)
+        except async_interruption():
+            if idempotency_key is None:
+                await self._take_back(request, key)
+            raise
+        made = [
+            Sandbox(self._transport, one.sandbox_id)
+            for _, one in sorted(found.items())
+            if not isinstance(one, OpenDSecError)
+        ]
+        for error in found.values():
+            if isinstance(error, OpenDSecError):
+                for sandbox in made if idempotency_key is None else ():
+                    await sandbox.stop()
+                raise error
+        return made
+
+    async def _take_back(self, request: ForkRequest, key: str) -> None:
+        """Whoever asked has gone: asked again, the platform names what it started under this key."""
+        async with async_last_words(STOP_TIMEOUT_S):
+            try:
+                deadline = self._transport.deadline(STOP_TIMEOUT_S)
+                found = await forked(self._transport, self._target("fork"), request, key=key, deadline=deadline)
+                for one in found.values():
+                    if not isinstance(one, OpenDSecError):
+                        await Sandbox(self._transport, one.sandbox_id).stop(timeout=STOP_TIMEOUT_S)
+            except OpenDSecError:  # the platform is away: their idle time ends them
+                return
 
     async def stop(self, *, timeout: float | None = None) -> SandboxStatus:
         """End the sandbox and everything in it; all its files are gone. May be repeated, in every state."""
@@ -237,6 +336,10 @@ class Sandbox:
 
     def _target(self, *parts: str) -> str:
         return target("sandboxes", self.id, *parts)
+
+
+def _own_key() -> str:
+    return f"{OWN_KEY_PREFIX}{secrets.token_hex(16)}"
 
 
 def _role(text: LayerRole | str) -> LayerRole:

@@ -16,6 +16,7 @@ from opendsec.client._sync.connection import Lane
 from opendsec.client._sync.fncalls import Outcome, call_outcomes
 from opendsec.client._sync.images import Images
 from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client._sync.snapshots import Snapshots
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
 from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
@@ -80,6 +81,8 @@ class DSecClient:
         self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
         self.images = Images(self._transport)
         """The images of the platform."""
+        self.snapshots = Snapshots(self._transport)
+        """The snapshots of your project."""
 
     def __repr__(self) -> str:
         return f"DSecClient({self.api_url!r})"

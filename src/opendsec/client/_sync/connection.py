@@ -52,6 +52,11 @@ class PacedStream(httpcore.NetworkStream):
         call."""
         self._held = b""
 
+    @property
+    def raw(self) -> httpcore.NetworkStream:
+        """What lies below, for who speaks both ways at once and waits differently for each."""
+        return self._stream
+
     def _patience(self) -> float:
         if self.deadline is None:
             return self.silence_s

@@ -285,10 +285,14 @@ class Transport:
         data = body.read_all(MAX_ANSWER_BYTES, deadline=deadline, silence_s=silence_s)
         return decode_answer(data, kind, body.request_id)
 
+    def headers(self, request_id: str) -> list[tuple[bytes, bytes]]:
+        """Of every request."""
+        return [*self._headers, (HEADER_REQUEST_ID.encode("ascii"), request_id.encode("ascii"))]
+
     def _request_headers(
         self, request_id: str, content: Content, headers: Mapping[str, str] | None
     ) -> list[tuple[bytes, bytes]]:
-        lines = [*self._headers, (HEADER_REQUEST_ID.encode("ascii"), request_id.encode("ascii"))]
+        lines = self.headers(request_id)
         given = {name.lower() for name in headers or ()}
         if isinstance(content, bytes):
             if content:
