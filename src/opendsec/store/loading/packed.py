@@ -9,7 +9,7 @@ place make it one that is not here. It is counted in the cache's slots, and give
 
 from __future__ import annotations
 
-import errno
+import logging
 import os
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -33,6 +33,8 @@ from opendsec.store.loading.packs import (
 from opendsec.store.loading.reading import Given
 from opendsec.store.manifest import hex_of
 
+log = logging.getLogger(__name__)
+
 
 class KeptPack:
     """The part of one pack that is on this node's disk. Threads may share it."""
@@ -42,57 +44,52 @@ class KeptPack:
         self._name = f"{hex_of(layer_digest)}.pack"
 
     def write(self, offset: int, content: bytes) -> bool:
-        """Keep these bytes; False when there is no room for them."""
+        """Keep these bytes; False when there is no room for them, or the disk does not take them."""
         with self._using(offset, len(content)) as slots:
             for slot in slots:
                 if not self._cache.claim(self._name, slot):
                     return False
             flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-            fd = os.open(self._cache.root / self._name, flags, 0o600)
             try:
-                return os.pwrite(fd, content, offset) == len(content)
+                fd = os.open(self._cache.root / self._name, flags, 0o600)
+                try:
+                    return os.pwrite(fd, content, offset) == len(content)
+                finally:
+                    os.close(fd)
             except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-                    raise
+                log.info("pack_not_kept", extra={"fields": {"file": self._name, "why": str(error)}})
                 return False
-            finally:
-                os.close(fd)
 
     def read(self, offset: int, size: int) -> bytes:
-        """What is there of it: maybe zeros, maybe nothing."""
+        """What is there of it: maybe zeros, maybe nothing. A disk in trouble is one more way of not being here."""
         with self._using(offset, size):
-            fd = self._open()
-            if fd is None:
-                return b""
             try:
-                return os.pread(fd, size, offset)
-            except OSError as error:
-                if error.errno != errno.EIO:  # a bad sector is one more way of not being here
-                    raise
+                fd = self._open()
+                try:
+                    return os.pread(fd, size, offset)
+                finally:
+                    os.close(fd)
+            except OSError:
                 return b""
-            finally:
-                os.close(fd)
 
     def holds(self, entries: Iterable[Entry]) -> set[int]:
         """Numbers of those that may be here whole."""
-        fd = self._open()
-        if fd is None:
-            return set()
         try:
-            parts = list(data_parts(fd))
-        finally:
-            os.close(fd)
+            fd = self._open()
+            try:
+                parts = list(data_parts(fd))
+            finally:
+                os.close(fd)
+        except OSError:
+            return set()
         return {
             entry.number
             for entry in entries
             if any(start <= entry.offset and entry.offset + entry.size <= end for start, end in parts)
         }
 
-    def _open(self) -> int | None:
-        try:
-            return os.open(self._cache.root / self._name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-        except FileNotFoundError:
-            return None
+    def _open(self) -> int:
+        return os.open(self._cache.root / self._name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
 
     @contextmanager
     def _using(self, offset: int, size: int) -> Iterator[range]:

@@ -173,3 +173,17 @@ def test_where_the_kernel_reads_the_file_chunks_are_written_there(tmp_path: Path
         assert reader.cached.missing(5, 1) == []
         assert reader.present_bytes == reader.cached.present_bytes
     assert not list(tmp_path.glob("*.pack"))
+
+
+def test_a_disk_that_takes_nothing_costs_nothing(tmp_path: Path) -> None:
+    files = store()
+    engine = Engine(ChunkSource(files, patience_s=4.5), patience_s=5.0)
+    with ChunkCache(tmp_path / "cache", limit_bytes=1 << 30, reserve_bytes=0) as cache:
+        (tmp_path / "cache" / f"{LAYER.digest[7:]}.pack").symlink_to(tmp_path)
+        reader = BlobReader(engine, BLOB, TABLE, cache.open(BLOB, TABLE))
+        reader.packed = open_pack(engine.source, LAYER, TABLE, cache)
+        read(reader, *IN_PACK)
+        assert asked(files, DATA) == 0
+        engine.close()
+        engine.demand.shutdown()
+        engine.ahead.shutdown()
