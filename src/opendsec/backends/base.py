@@ -128,6 +128,8 @@ class Backend(ABC):
     the end of the connection for no failure, and asks `reconnect` for a new one after `resume`. From the moment
     `resume` lets anything run, the saved state must not be believed any more: what runs changes the disk."""
 
+    offers: frozenset[Capability] = frozenset()
+    """What it has on a host that has everything it asks for; `capabilities` is never more (docs/reference/backends.md)."""
     opens_at_leisure: bool = False
     """`open` may take seconds: an edge starts without waiting for it unless sandboxes of it live."""
 

@@ -71,6 +71,7 @@ _ALWAYS = (
     Capability.PAUSE,
     Capability.PACK,
     Capability.RECOVER,
+    Capability.PORTS,
 )
 _LIMITS = {
     "memory": Capability.MEMORY_LIMIT,
@@ -88,6 +89,7 @@ class ContainerBackend(Backend):
     """
 
     kind = BackendKind.CONTAINER
+    offers = frozenset({*_ALWAYS, *_LIMITS.values(), Capability.NETWORK, Capability.DISK_LIMIT})
 
     def __init__(
         self,

@@ -66,6 +66,7 @@ class DummyBackend(Backend):
     """Sandboxes that exist only in this object."""
 
     kind = BackendKind.DUMMY
+    offers = CAPABILITIES
 
     def __init__(self, *, parks: bool = False) -> None:
         """`parks`: pausing ends the connection, as with a virtual machine that is saved and ended."""

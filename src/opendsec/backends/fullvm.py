@@ -104,6 +104,7 @@ class FullVmBackend(Backend):
     platform's on this host."""
 
     kind = BackendKind.FULLVM
+    offers = frozenset({*_ALWAYS, *_OF_AGENT, *_LIMITS.values(), Capability.NETWORK})
 
     def __init__(
         self, *, layers: LayerMounts, state_dir: Path, host_state_dir: Path, run_dir: Path, ground: Ground

@@ -84,6 +84,7 @@ _ALWAYS = frozenset(
         Capability.PACK,
         Capability.SNAPSHOT,
         Capability.RECOVER,
+        Capability.PORTS,
     }
 )
 
@@ -94,6 +95,7 @@ class MicroVmBackend(Backend):
     """
 
     kind = BackendKind.MICROVM
+    offers = _ALWAYS | {Capability.CPU_LIMIT, Capability.NETWORK}
     parks = True
     opens_at_leisure = True
 
