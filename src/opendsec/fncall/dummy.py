@@ -1,8 +1,9 @@
 """An engine of calls from memory, for our tests and for users': no kernel, no root; the same interface and promises.
 
 The only language is `sh`, also called `bash`, which is the small one of `backends.dummy_shell`; "compiling" reads its
-words, and a script that has an unclosed quote is a compile error. Results are real (exit codes, output, limits, verdicts); time on a
-processor is not measured, so only `wall_time_s` ends a call early. `capacity` calls run at once, `queue` more wait.
+words, and a script that has an unclosed quote is a compile error. Results are real (exit codes, output, limits,
+verdicts); time on a processor is not measured, so only `wall_time_s` ends a call early. `capacity` calls run at once,
+`queue` more wait.
 
 Refuses by name: function calls, GPUs, other languages.
 """

@@ -140,7 +140,7 @@ class Pools:
     def _give_back(self, member: Member) -> None:
         line = self._lines[member.group]
         member.calls += 1
-        if self._closed or member.doubt or member.calls >= self._calls or self._is_owed(line):
+        if self._closed or member.doubt or member.calls >= self._calls or self._is_owed(line, member):
             if member.doubt:
                 log.info("fncall_container_given_up", extra={"fields": {"name": member.name, "reason": member.doubt}})
             self._retire(line, member)
@@ -159,8 +159,10 @@ class Pools:
                 return True
         return False
 
-    def _is_owed(self, line: _Line) -> bool:
+    def _is_owed(self, line: _Line, member: Member) -> bool:
         """Whether another group waits without its share while this one has more than its own."""
+        if self._is_owed_gpu(line, member):
+            return True
         if self._live < self._most:
             return False
         wanting = [each for each in self._lines.values() if each.demand and each is not line]
@@ -217,6 +219,8 @@ class Pools:
         line.starting -= 1
         line.live -= 1
         self._live -= 1
+        if group.gpu and isinstance(error, CapacityError) and self._waits_for_gpu(line):
+            return
         while line.waiting:
             future = line.waiting.popleft()
             if not future.done():
@@ -224,6 +228,27 @@ class Pools:
                 break
         self._grow_all()
         self._drop_if_over(group, line)
+
+    def _waits_for_gpu(self, line: _Line) -> bool:
+        """Whether a GPU will come free for this group: one of its own containers has one, or another group's, which
+        gives it up now if it is idle, else when its call ends (`_is_owed_gpu`).
+        """
+        if line.live:
+            return True
+        others = [each for group, each in self._lines.items() if group.gpu and each is not line and each.live]
+        idle = [each for each in others if each.idle]
+        if idle:
+            oldest = min(idle, key=lambda each: each.idle[0].idle_since)
+            self._retire(oldest, oldest.idle.pop(0))
+        return bool(others)
+
+    def _is_owed_gpu(self, line: _Line, member: Member) -> bool:
+        """Whether another group waits that has no container because GPUs are held."""
+        if not member.group.gpu:
+            return False
+        return any(
+            group.gpu and each.demand and not each.live for group, each in self._lines.items() if each is not line
+        )
 
     def _retire(self, line: _Line, member: Member) -> None:
         self._spawn(self._ended(line, member))
