@@ -136,13 +136,13 @@ class Box:
                 fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=at)
             except OSError:
                 return None
-            with os.fdopen(fd, "rb") as file:
-                found = os.fstat(fd)
-                if not stat.S_ISREG(found.st_mode):
-                    return None
-                if found.st_size > most:
-                    raise ValueError(f"{path!r} has {found.st_size} bytes, at most {most}")
-                return file.read(most)
+            stack.callback(os.close, fd)
+            found = os.fstat(fd)
+            if not stat.S_ISREG(found.st_mode):
+                return None
+            if found.st_size > most:
+                raise ValueError(f"{path!r} has {found.st_size} bytes, at most {most}")
+            return _read_all(fd, most)
 
     def _enter(self, stack: contextlib.ExitStack, name: str, at: int) -> int:
         fd = os.open(name, _FLAGS, dir_fd=at)
@@ -166,6 +166,13 @@ class Box:
     def is_clean(self) -> bool:
         """Whether every place has exactly the files it began with, by the kernel's count."""
         return all(_files_of(fd) == files for fd, files in zip(self._fds, self._files, strict=True))
+
+
+def _read_all(fd: int, most: int) -> bytes:
+    pieces = []
+    while piece := os.read(fd, most):
+        pieces.append(piece)
+    return b"".join(pieces)
 
 
 def _files_of(fd: int) -> int:

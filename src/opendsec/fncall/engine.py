@@ -20,7 +20,14 @@ from dataclasses import replace
 from typing import Protocol
 
 from opendsec.backends.container import ContainerBackend
-from opendsec.errors import BackendUnavailableError, DiskFullError, InvalidSpecError, NodeError, UnsupportedError
+from opendsec.errors import (
+    BackendUnavailableError,
+    DiskFullError,
+    InvalidSpecError,
+    NodeError,
+    OpenDSecError,
+    UnsupportedError,
+)
 from opendsec.fncall import languages
 from opendsec.fncall.artifacts import Artifact, Artifacts, key_of
 from opendsec.fncall.base import FnCalls
@@ -204,10 +211,17 @@ class Engine(FnCalls):
         arrived = time.monotonic()
         async with self._open_pools.member(group) as member:
             queued_s = time.monotonic() - arrived
-            if spec.task_type is TaskType.FUNCTION:
-                result = await self._function(spec, member)
-            else:
-                result = await self._program(spec, member, language)
+            try:
+                if spec.task_type is TaskType.FUNCTION:
+                    result = await self._function(spec, member)
+                else:
+                    result = await self._program(spec, member, language)
+            except OpenDSecError:
+                await member.empty()
+                raise
+            except BaseException:
+                member.doubt = member.doubt or "its call was given up"
+                raise
         return replace(result, queued_s=queued_s)
 
     async def _function(self, spec: FnCallSpec, member: Member) -> FnCallResult:

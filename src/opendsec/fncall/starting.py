@@ -31,7 +31,7 @@ from opendsec.model.spec import Resources, SandboxSpec
 log = logging.getLogger(__name__)
 
 MAX_MEMBERS = 256
-"""User ranges at the top of the platform's that belong to calls."""
+"""User ranges at the top of the platform's that belong to calls; the last of all belongs to microVMs."""
 START_MEMORY_MB = 4096
 """Limit while it starts and imports; each run has its own."""
 START_PROCESSES = 512
@@ -49,7 +49,7 @@ class Slots:
     """The top ranges, each used by one container at a time."""
 
     def __init__(self) -> None:
-        self._free = list(range(SLOTS - MAX_MEMBERS, SLOTS))
+        self._free = list(range(SLOTS - 1 - MAX_MEMBERS, SLOTS - 1))
 
     def take(self) -> int:
         """Raises CapacityError."""

@@ -1,7 +1,7 @@
 """Where calls are tested: engines over real containers, and an image with compilers and interpreters.
 
-The image is the machine's `debian` with one layer above it: files of packages that are installed here (scripts/packages),
-so nothing is downloaded. Node comes as its program with the libraries it needs.
+The image is the machine's `debian` with one layer above it: files of packages that are installed here
+(scripts/packages), so nothing is downloaded. Node comes as its program with the libraries it needs.
 """
 
 from __future__ import annotations
@@ -116,6 +116,11 @@ class Ground:
         }
         return FnCallSettings(**(fields | changes))  # type: ignore[arg-type]
 
+    async def begin_again(self) -> None:
+        """As another process of the same edge would."""
+        self.containers = _containers(self.containers._layers, self.state, self.run)
+        await self.containers.open()
+
     @contextlib.asynccontextmanager
     async def engine(self, **changes: object) -> AsyncIterator[Engine]:
         """An open engine."""
@@ -127,20 +132,24 @@ class Ground:
             await engine.close()
 
 
+def _containers(layers: LayerMounts, state: Path, run: Path) -> ContainerBackend:
+    return ContainerBackend(layers=layers, state_dir=state, run_dir=run / "edge", cgroup_root=CGROUP)
+
+
 @contextlib.asynccontextmanager
 async def ground(store: ImageStore, images: Iterable[Image]) -> AsyncIterator[Ground]:
     """Real containers in directories and control groups of their own."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-fncall-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
     layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
-    containers = ContainerBackend(layers=layers, state_dir=state, run_dir=run / "edge", cgroup_root=CGROUP)
+    made = Ground(store, _containers(layers, state, run), state, run)
     try:
-        await containers.open()
+        await made.containers.open()
         for image in images:
             layers.acquire(image)
-        yield Ground(store, containers, state, run)
+        yield made
     finally:
-        await containers.close()
+        await made.containers.close()
         layers.unmount_all()
         choose_driver(find_mounts(), root=CGROUP).remove_root()
         shutil.rmtree(state)
