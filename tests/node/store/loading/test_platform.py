@@ -134,7 +134,7 @@ def test_sandboxes_read_on_whoever_is_killed(store: ImageStore, environment: Map
 def test_a_store_that_is_gone_fails_the_create_and_nothing_else(
     store: ImageStore, environment: Mapping[str, str]
 ) -> None:
-    make_busybox_image(store)
+    make_busybox_image(store, files=FILES)
     arguments = DSecContainerRunArgs(container_image="busybox")
     with web_server(store.root) as web, ready_with(environment, web.url) as client:
         web.everything = True
@@ -149,3 +149,10 @@ def test_a_store_that_is_gone_fails_the_create_and_nothing_else(
             assert sandbox.commands.run(["true"]).exit_code == 0
         with pytest.raises(errors.ImageNotFoundError):
             client.run_container(DSecContainerRunArgs(container_image="other"))
+        recorded = opendsec(environment, "image", "profile", "--json", "busybox", "--", "sha256sum", "/data/f1")
+        assert recorded.returncode == 0, recorded.stderr
+        assert json.loads(recorded.stdout)["chunks"] > 0
+        (kept,) = Path(environment["OPENDSEC_STATE_DIR"], "cache", "profiles").iterdir()
+        assert "data/f1" in kept.read_text(), "the store takes no writes"
+        assert "data/f2" not in kept.read_text()
+        assert opendsec(environment, "image", "profile", "busybox", "--", "false").returncode == 1
