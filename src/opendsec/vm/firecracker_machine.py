@@ -53,6 +53,7 @@ SAVE_S: Final = 60.0
 SAVE_MIB_A_SECOND: Final = 4.0
 """A save may take a minute and as long as this slow a disk needs."""
 _RETRY_S: Final = 0.01
+_HANG_UP_S: Final = 1.0
 _GREETING_BYTES: Final = 32
 
 
@@ -203,7 +204,7 @@ class FirecrackerVm(Vm):
             async with Api(os.fspath(self._root / API_SOCKET)) as api:
                 await api.patch("vm", {"state": state})
         except (ApiError, ApiGoneError) as error:
-            raise self._failed(error) from error
+            raise await self._failed(error) from error
 
     # Its state.
 
@@ -248,7 +249,7 @@ class FirecrackerVm(Vm):
         except ApiError as error:
             raise self._save_error(target, error.fault, full="os error 28" in error.fault) from error
         except ApiGoneError as error:
-            raise self._failed(error) from error
+            raise await self._failed(error) from error
         finally:
             if self._record.jailed:
                 with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
@@ -323,22 +324,9 @@ class FirecrackerVm(Vm):
     def _lost(self) -> SandboxLostError:
         return SandboxLostError(self._lost_sentence())
 
-    def _failed(self, error: ApiError | ApiGoneError) -> Exception:
+    async def _failed(self, error: ApiError | ApiGoneError) -> Exception:
         """What a call that did not work means."""
-        if isinstance(error, ApiGoneError) and self._gone_soon():
-            return self._lost()
-        return NodeError(f"Firecracker does not do what it is asked: {error}")
-
-    def _gone_soon(self) -> bool:
-        """An API that hangs up does so a moment before its process is gone."""
-        return self._ended or not _connects(self._root / API_SOCKET)
-
-
-def _connects(path: Path) -> bool:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-        sock.setblocking(False)
-        try:
-            sock.connect(os.fspath(path))
-        except OSError:
-            return False
-    return True
+        if isinstance(error, ApiGoneError) and self._pidfd >= 0:
+            with contextlib.suppress(TimeoutError):  # an API hangs up a moment before its process is gone
+                await process.wait_ended(self._pidfd, timeout_s=_HANG_UP_S)
+        return self._lost() if self._ended else NodeError(f"Firecracker does not do what it is asked: {error}")

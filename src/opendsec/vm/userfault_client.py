@@ -86,6 +86,7 @@ class MemoryServer:
         for _ in range(_TRIES):
             if await self._machines() == 0:
                 await self._wait_ended()
+                self._path.unlink(missing_ok=True)
                 break
             await asyncio.sleep(_MOMENT_S)  # of one that was just ended
         self._forget()
@@ -110,7 +111,6 @@ class MemoryServer:
         finally:
             os.close(pidfd)
         process.reap(identity.pid)
-        self._path.unlink(missing_ok=True)
 
     async def _connected(self) -> socket.socket:
         sock = self._connect()

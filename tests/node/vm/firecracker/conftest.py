@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -22,6 +23,21 @@ def kernel(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def programs() -> Programs:
     return find_programs(STATE_DIR)
+
+
+@pytest.fixture(scope="module")
+async def template(programs: Programs, kernel: Path) -> AsyncIterator[Path]:
+    """A saved machine with `yard.PAGES` pages filled, in a directory of its own."""
+    async with Yard(programs, kernel) as made:
+        yield await made.template(whole=True)
+
+
+@pytest.fixture
+def saved(yard: Yard, template: Path) -> Path:
+    """A copy of `template` a test may spoil."""
+    target = yard.folder()
+    subprocess.run(["cp", "--archive", "--sparse=always", f"{template}/.", target], check=True, timeout=30)
+    return target
 
 
 @pytest.fixture

@@ -61,8 +61,7 @@ async def test_what_was_saved_goes_on_any_number_of_times_each_on_its_own(yard: 
 
 
 @as_root_and_jailed
-async def test_saves_of_saves_hold_what_changed_and_lean_on_one_base(yard: Yard, host_id: int) -> None:
-    saved = await yard.template(host_id=host_id)
+async def test_saves_of_saves_hold_what_changed_and_lean_on_one_base(yard: Yard, saved: Path, host_id: int) -> None:
     base = (saved / "mem").stat()
     for generation in (1, 2, 3):
         vm = await yard.restore(saved, host_id=host_id)
@@ -117,8 +116,7 @@ async def test_a_machine_may_be_saved_more_than_once_and_goes_on(yard: Yard) -> 
     assert not (saved / "base").exists()
 
 
-async def test_restored_but_not_running_until_it_is_told_to(yard: Yard) -> None:
-    saved = await yard.template()
+async def test_restored_but_not_running_until_it_is_told_to(yard: Yard, saved: Path) -> None:
     vm = yard.keep(await yard.vmm.restore(saved, yard.spec, yard.place(), paused=True))
     with pytest.raises(GuestLostError):
         await vm.connect(timeout_s=0.3)
@@ -126,8 +124,7 @@ async def test_restored_but_not_running_until_it_is_told_to(yard: Yard) -> None:
     assert await yard.wrong_pages(vm) == 0
 
 
-async def test_fifty_clones_at_once_and_none_like_the_other(yard: Yard) -> None:
-    saved = await yard.template()
+async def test_fifty_clones_at_once_and_none_like_the_other(yard: Yard, saved: Path) -> None:
     turn = asyncio.Semaphore(4)
 
     async def one(number: int) -> int:
@@ -147,8 +144,7 @@ async def test_fifty_clones_at_once_and_none_like_the_other(yard: Yard) -> None:
 
 
 @as_root_and_jailed
-async def test_found_again_by_another_driver(yard: Yard, host_id: int) -> None:
-    saved = await yard.template(host_id=host_id)
+async def test_found_again_by_another_driver(yard: Yard, saved: Path, host_id: int) -> None:
     place = yard.place(host_id=host_id)
     first = await yard.vmm.restore(saved, yard.spec, place)
     await first.release()
@@ -169,8 +165,7 @@ async def test_found_again_by_another_driver(yard: Yard, host_id: int) -> None:
     await other.close()
 
 
-async def test_two_starts_in_one_place_hurt_nobody(yard: Yard) -> None:
-    saved = await yard.template()
+async def test_two_starts_in_one_place_hurt_nobody(yard: Yard, saved: Path) -> None:
     place = yard.place()
     outcomes = await asyncio.gather(
         *(yard.vmm.restore(saved, yard.spec, place) for _ in range(3)), return_exceptions=True

@@ -75,10 +75,12 @@ class Yard:
             if not entry.name.isdigit():
                 continue
             try:
-                places = (os.readlink(entry / "cwd"), os.readlink(entry / "root"), (entry / "cmdline").read_text())
+                words = (entry / "cmdline").read_text()
+                # a jail's own path is nowhere but in its mounts
+                places = (os.readlink(entry / "cwd"), (entry / "mountinfo").read_text(), words)
             except OSError:
                 continue
-            if any(os.fspath(self.run_dir) in place for place in places) and "userfault" not in places[2]:
+            if "firecracker" in words and any(f"{self.run_dir}/" in place for place in places):
                 found.append(int(entry.name))
         return found
 
