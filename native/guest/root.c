@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <sched.h>
 #include <stdio.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
@@ -17,7 +18,7 @@
 #include "tree.h"
 #include "worker.h"
 
-enum { PATH_ROOM = 300, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
+enum { PATH_ROOM = 300, RESERVE_KIB = 8 * 1024, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
 
 static bool mount_layer(size_t number, const struct layer *layer, struct problem *problem) {
     char meta[PATH_ROOM], data[PATH_ROOM], target[32], plain[PATH_ROOM + 16] = "", direct[PATH_ROOM + 32];
@@ -55,6 +56,20 @@ static bool mount_overlay(size_t layers, struct problem *problem) {
 }
 
 /*
+ * Programs together get what there is, but for a reserve. Otherwise a guest without swap whose memory is used up evicts
+ * the programs' own pages and reads them again, for minutes, before its kernel kills anybody.
+ */
+static void limit_memory(void) {
+    char facts[2048], text[32];
+    if (!machine_read("proc/meminfo", facts, sizeof facts)) return;
+    const char *at = strstr(facts, "MemAvailable:");
+    uint64_t kib = at ? strtoull(at + strlen("MemAvailable:"), NULL, 10) : 0;
+    if (kib <= 2 * RESERVE_KIB) return;
+    snprintf(text, sizeof text, "%llu", (unsigned long long)(kib - RESERVE_KIB) * 1024);
+    machine_write("c/sandbox/memory.max", text); /* a kernel without the controller has its own way */
+}
+
+/*
  * Commands get cgroups below c/sandbox, which is the root of the cgroup namespace they see: a Docker inside makes its
  * groups there, and is held and counted with them.
  */
@@ -71,6 +86,7 @@ static bool make_cgroups(uint64_t pids_limit, struct problem *problem) {
         if (machine_write("c/cgroup.subtree_control", word)) machine_write("c/sandbox/cgroup.subtree_control", word);
     }
     snprintf(text, sizeof text, "%llu", (unsigned long long)pids_limit);
+    limit_memory();
     if (pids_limit && !machine_write("c/sandbox/pids.max", text)) return problem_set(problem, "pids.max");
     errno = 0;
     if (tree_init(open("/c/sandbox", O_RDONLY | O_DIRECTORY | O_CLOEXEC))) return true;
