@@ -1,25 +1,28 @@
-"""`place` is a backend: the dummy and, as root, real containers. `box` is a fresh sandbox on it."""
+"""`place` is a backend: the dummy and, as root, real containers and real microVMs. `box` is a fresh sandbox on it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.harness import CONTAINER_NEEDS, PLACES, Place, Sandbox
+from tests.contract.harness import CONTAINER_NEEDS, MICROVM_NEEDS, PLACES, Place, Sandbox
 
 from opendsec.model.spec import BackendKind
 
 CONTAINER = pytest.param(
     BackendKind.CONTAINER, marks=[getattr(pytest.mark, name) for name in CONTAINER_NEEDS], id="container"
 )
-BOTH = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER]
+MICROVM = pytest.param(BackendKind.MICROVM, marks=[getattr(pytest.mark, name) for name in MICROVM_NEEDS], id="microvm")
+ALL = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER, MICROVM]
+REAL = [CONTAINER, MICROVM]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Modules with CONTAINER_ONLY are about what only a real kernel has."""
+    """Modules with REAL_ONLY are about what only a real kernel has, those with CONTAINER_ONLY about the host's."""
     if "place" in metafunc.fixturenames:
-        only = metafunc.module.__dict__.get("CONTAINER_ONLY", False)
-        metafunc.parametrize("place", [CONTAINER] if only else BOTH, indirect=True, scope="module")
+        module = metafunc.module.__dict__
+        places = [CONTAINER] if module.get("CONTAINER_ONLY") else REAL if module.get("REAL_ONLY") else ALL
+        metafunc.parametrize("place", places, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module")

@@ -12,12 +12,15 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
 
+from tests.capabilities import STATE_DIR
 from tests.images import make_busybox_image, make_scratch_image
 
 from opendsec.backends.base import Backend, Running, StartPlan
 from opendsec.backends.container import ContainerBackend
 from opendsec.backends.dummy import DummyBackend
-from opendsec.backends.ground import FORWARDING
+from opendsec.backends.ground import FORWARDING, Ground
+from opendsec.backends.microvm import MicroVmBackend
+from opendsec.backends.microvm_shape import MIN_MEMORY_MIB
 from opendsec.guest.base import Exit, Guest, Output, StartCommand, StdinTaken
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.linux.network import SandboxNetwork
@@ -27,10 +30,12 @@ from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
+from opendsec.vm.qemu import QemuVmm
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 CONTAINER_NEEDS = ("root", "native", "cgroup", "erofs", "overlay", "netns")
+MICROVM_NEEDS = ("root", "native", "cgroup", "erofs", "qemu", "vmkernel", "tun", "nft")
 CONFIGURED: dict[str, Any] = {
     "env": {"GREETING": 'it\'s "a  b" $x \\ é', "EMPTY": ""},
     "user": "agent",
@@ -109,6 +114,8 @@ class Place:
     images: Mapping[str, Image]
     state_dir: Path
     run_dir: Path
+    least_memory_mb: int = 32
+    """Smallest limit that is of use here."""
     slots: list[int] = field(default_factory=lambda: list(range(64)))
 
     def plan(
@@ -213,4 +220,53 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
         shutil.rmtree(run)
 
 
-PLACES = {BackendKind.DUMMY: dummy_place, BackendKind.CONTAINER: container_place}
+def microvm_backend(layers: LayerMounts, state: Path, run: Path) -> MicroVmBackend:
+    """Of QEMU, for it runs Linux everywhere; a backend that disturbs no other on this machine."""
+    network = SandboxNetwork(
+        state_file=FORWARDING, prefix=IPv4Network("10.207.0.0/16"), links="odsv-", table="opendsec_contract_vm"
+    )
+    return MicroVmBackend(
+        vmm=QemuVmm(state_dir=state),
+        layers=layers,
+        state_dir=state,
+        run_dir=run,
+        kernels=STATE_DIR,
+        ground=Ground(state, cgroup_root=f"opendsec-contract-vm-{os.getpid()}"),
+        network=network,
+    )
+
+
+@contextlib.asynccontextmanager
+async def microvm_place() -> AsyncIterator[Place]:
+    """Real Linux guests in directories and control groups of their own."""
+    state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
+    run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    store = ImageStore(state / "store")
+    images = {
+        "busybox": make_busybox_image(store),
+        "scratch": make_scratch_image(store),
+        "configured": make_busybox_image(store, "configured", **CONFIGURED),
+    }
+    layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
+    backend: Backend = microvm_backend(layers, state, run)
+    try:
+        await backend.open()
+        for image in images.values():
+            layers.acquire(image)
+        for directory in (state / "sbx", run / "sbx"):
+            directory.mkdir(mode=0o711)
+        place = Place(backend, images, state / "sbx", run / "sbx", least_memory_mb=MIN_MEMORY_MIB)
+        yield place
+        backend = place.backend
+    finally:
+        await backend.close()
+        layers.unmount_all()
+        shutil.rmtree(state)
+        shutil.rmtree(run)
+
+
+PLACES = {
+    BackendKind.DUMMY: dummy_place,
+    BackendKind.CONTAINER: container_place,
+    BackendKind.MICROVM: microvm_place,
+}

@@ -12,7 +12,7 @@ from opendsec.model.command import ExecRequest
 from opendsec.model.spec import SandboxSpec
 
 pytestmark = pytest.mark.anyio
-CONTAINER_ONLY = True
+REAL_ONLY = True
 
 
 @pytest.fixture

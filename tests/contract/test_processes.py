@@ -10,7 +10,7 @@ from tests.contract.harness import ENV, Place, Sandbox
 from opendsec.guest.base import CHUNK_BYTES, GuestError, Output
 
 pytestmark = pytest.mark.anyio
-CONTAINER_ONLY = True
+REAL_ONLY = True
 
 
 async def matches(box: Sandbox, word: str) -> int:

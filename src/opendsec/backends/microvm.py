@@ -22,6 +22,7 @@ import contextlib
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -67,10 +68,12 @@ PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "
 CONNECT_TIMEOUT_S = 30.0
 SETTLE_S = 0.02
 """Until the agent has seen the end of its connection; a machine saved before that only wakes more slowly."""
+RENEW_TRIES_S = (5.0, CONNECT_TIMEOUT_S)
 FREEZE_TIMEOUT_MS = 600_000
 GONE_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH = 107
 """unix(7)"""
+_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _ALWAYS = frozenset(
     {
         Capability.EXEC,
@@ -124,6 +127,7 @@ class MicroVmBackend(Backend):
         self._may_network = False
         self._resolvers: tuple[str, ...] = ()
         self._reasons: list[str] = []
+        self._boot_id = ""
         self._vms: dict[SandboxId, Vm] = {}
         self._guests: dict[SandboxId, Guest] = {}
         self._turns: dict[SandboxId, asyncio.Lock] = {}
@@ -151,6 +155,7 @@ class MicroVmBackend(Backend):
         if self._vmm.degraded:
             self._reasons.append(f"degraded: {self._vmm.degraded}")
         self._may_network = await self._can(probes, "network", "tun", "nft", "forwarding")
+        self._boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         usable, refused = find_resolvers()
         self._resolvers = tuple(usable)
         if refused:
@@ -209,9 +214,10 @@ class MicroVmBackend(Backend):
                 kept = await self._lay_out(plan, shape, layers)
                 handle = self._handle(plan, kept.shape)
                 limits = limits_of(plan.spec, kept.shape, self._vmm.binding.accelerator)
-                self._groups.create(plan.sandbox_id, limits, owner=0).__exit__()
+                self._groups.create(plan.sandbox_id, replace(limits, cpu_cores=None), owner=0).__exit__()
                 vm = await self._restore(handle, kept, plan.state_dir / BASE, layers)
                 guest = await self._wake(handle, vm)
+                self._groups.limit(plan.sandbox_id, limits)  # a tenth of a processor would make a start take seconds
         except (OSError, GuestError, GuestLostError) as error:
             await self._clear(plan)
             raise _start_error(error, plan.sandbox_id) from error
@@ -224,7 +230,7 @@ class MicroVmBackend(Backend):
     async def recover(self, handle: Handle) -> Running | Parked | None:
         async with self._turn(handle.sandbox_id):
             vm = await self._find(handle)
-            if (_state(handle) / PAUSED).is_dir():
+            if self._is_parked(handle):
                 if vm is not None:  # saved, and its VMM was about to be ended
                     await self._end(handle, vm)
                 return Parked(handle=handle)
@@ -243,6 +249,8 @@ class MicroVmBackend(Backend):
             return await self._wake(handle, vm)
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
+        if handle.data["boot_id"] != self._boot_id:
+            return
         guest = self._guests.pop(handle.sandbox_id, None)
         if grace_s > 0 and guest is not None and not guest.closed:
             await self._shut_down(handle, guest, grace_s)
@@ -323,7 +331,7 @@ class MicroVmBackend(Backend):
         lower = await self._layers.acquire_soon(image)
         tree = _state(handle) / PACKED
         async with self._turn(handle.sandbox_id):
-            was_parked = (_state(handle) / PAUSED).is_dir()
+            was_parked = self._is_parked(handle)
             await asyncio.to_thread(remove_tree, tree)
             try:
                 guest = await self._awake(handle)
@@ -363,7 +371,7 @@ class MicroVmBackend(Backend):
         """Save it and end its VMM; whatever fails, it goes on as it was."""
         state = _state(handle)
         vm = await self._find(handle)
-        if (state / PAUSED).is_dir():
+        if self._is_parked(handle):
             if vm is not None:
                 await self._end(handle, vm)
             return
@@ -389,7 +397,7 @@ class MicroVmBackend(Backend):
     async def _unpark(self, handle: Handle) -> None:
         paused = _state(handle) / PAUSED
         vm = await self._find(handle)
-        if not paused.is_dir():
+        if not self._is_parked(handle):
             if vm is None:
                 raise SandboxLostError("the sandbox's machine is gone", sandbox_id=handle.sandbox_id)
             await self._wake(handle, vm)
@@ -410,7 +418,7 @@ class MicroVmBackend(Backend):
     async def _still(self, handle: Handle) -> AsyncIterator[Vm]:
         """The machine, standing still for the block; afterwards running, or parked, as it was."""
         paused = _state(handle) / PAUSED
-        if paused.is_dir():
+        if self._is_parked(handle):
             kept = await asyncio.to_thread(_read_kept, _state(handle))
             layers = await self._layers.files_soon(kept.image)
             vm = await self._restore(handle, kept, paused, layers, paused=True)
@@ -485,6 +493,7 @@ class MicroVmBackend(Backend):
                 "online": int(shape.online),
                 "state_dir": str(plan.state_dir),
                 "run_dir": str(plan.run_dir),
+                "boot_id": self._boot_id,
             },
         )
 
@@ -512,12 +521,19 @@ class MicroVmBackend(Backend):
     async def _wake(self, handle: Handle, vm: Vm) -> Guest:
         """It runs, its agent answers, and it is itself. Raises GuestLostError."""
         await vm.resume()
-        guest = await vm.connect(timeout_s=CONNECT_TIMEOUT_S)
-        self._guests[handle.sandbox_id] = guest
-        await self._renew(handle)
-        return guest
+        for timeout_s in RENEW_TRIES_S:
+            guest = self._guests[handle.sandbox_id] = await vm.connect(timeout_s=CONNECT_TIMEOUT_S)
+            try:
+                await self._renew(handle, timeout_s=timeout_s)
+            except GuestLostError:
+                # The agent may have taken a connection that had just begun for one that had just ended.
+                if timeout_s == RENEW_TRIES_S[-1] or _has_ended(vm.pid):
+                    raise
+            else:
+                return guest
+        raise AssertionError("the last try returns or raises")
 
-    async def _renew(self, handle: Handle) -> None:
+    async def _renew(self, handle: Handle, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
         guest = self._guests.get(handle.sandbox_id)
         if guest is None or guest.closed:
             return  # whoever connects next renews it
@@ -526,15 +542,17 @@ class MicroVmBackend(Backend):
         token = secrets.token_bytes(32)
         who = identity(token=token, slot=self._machine_slot(slot), inner=inner, host=host, resolvers=self._resolvers)
         try:
-            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+            async with asyncio.timeout(timeout_s):
                 await guest.renew(who)
         except TimeoutError:
-            raise GuestLostError(f"the guest agent did not answer within {CONNECT_TIMEOUT_S:g} s") from None
+            raise GuestLostError(f"the guest agent did not answer within {timeout_s:g} s") from None
         except GuestError as error:
             raise GuestLostError(f"the guest does not take its new identity: {error}") from error
 
     async def _find(self, handle: Handle) -> Vm | None:
         """Its machine if it has one, whoever started it."""
+        if handle.data["boot_id"] != self._boot_id:
+            return None
         vm = self._vms.get(handle.sandbox_id)
         if vm is not None and not _has_ended(vm.pid):
             return vm
@@ -544,6 +562,10 @@ class MicroVmBackend(Backend):
         if vm is not None:
             self._vms[handle.sandbox_id] = vm
         return vm
+
+    def _is_parked(self, handle: Handle) -> bool:
+        """A reboot ends every sandbox, also one of which nothing runs."""
+        return handle.data["boot_id"] == self._boot_id and (_state(handle) / PAUSED).is_dir()
 
     async def _end(self, handle: Handle, vm: Vm) -> None:
         guest = self._guests.pop(handle.sandbox_id, None)

@@ -293,6 +293,10 @@ class CgroupDriver(ABC):
             raise
         return GroupFiles(directories)
 
+    def limit(self, name: str, limits: CgroupLimits, *, group_class: CgroupClass = CgroupClass.LATENCY) -> None:
+        """Change the limits of a group that was made with limits of these kinds. Raises OSError."""
+        self._limit(name, limits, group_class)
+
     def open_procs(self, name: str, *, group_class: CgroupClass = CgroupClass.LATENCY) -> tuple[int, ...]:
         """`cgroup.procs` of a group in every hierarchy it is in, open for writing; the caller closes them.
 
