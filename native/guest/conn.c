@@ -24,6 +24,8 @@ enum {
     HELLO_MS = 10000,
     MAX_WAITING = 8,
     RELISTEN_MS = 100,
+    REST_MS = 5,
+    MAX_RESTS = 400,
 };
 
 struct conn {
@@ -31,7 +33,8 @@ struct conn {
     struct conn *next;
     struct source source;
     struct timer timer; /* until HELLO; on a serial port also: a frame that does not go on */
-    bool greeted, serial, hunting, dead, blocked;
+    bool greeted, serial, hunting, dead, blocked, has_sent, resting;
+    unsigned rests;
     char *in, *out;
     size_t in_used, in_room, out_start, out_end, out_room;
 };
@@ -91,6 +94,7 @@ static size_t out_flush(struct conn *conn, struct iovec *pieces, int count) {
     }
     size_t wanted = 0;
     for (int i = 0; i <= count; i++) wanted += all[i].iov_len;
+    conn->has_sent = true;
     if ((size_t)sent < wanted) conn->blocked = true; /* full now: asking would cost a call and gather another frame */
     size_t gathered = (size_t)sent < all[0].iov_len ? (size_t)sent : all[0].iov_len;
     conn->out_start += gathered;
@@ -191,6 +195,11 @@ static void conn_greet(struct conn *conn, char *payload, size_t length) {
         if (other != conn && other->greeted) other->dead = true;
     }
     if (live) conn_unlive(live);
+    if (conn->serial) { /* an old host may have gone unnoticed: what was for it is not for this one */
+        conn->out_start = conn->out_end = 0;
+        conn->has_sent = false;
+        conn->rests = 0;
+    }
     conn->greeted = true;
     timer_stop(&conn->timer);
     if (conn->serial) serial_greeted();
@@ -246,6 +255,22 @@ static void conn_parse(struct conn *conn) {
     conn->in_used -= at;
 }
 
+static void conn_rested(struct timer *timer) {
+    struct conn *conn = HOLDER(timer, struct conn, timer);
+    conn->resting = conn->blocked = false;
+}
+
+/*
+ * virtio-serial brings a host's first bytes on one queue and the news that it has come on another, maybe later: till then a port that
+ * has brought a HELLO still says that nobody is there, and takes no answer.
+ */
+static bool conn_rest(struct conn *conn) {
+    if (!conn->serial || !conn->greeted || conn->has_sent || conn->rests++ >= MAX_RESTS) return false;
+    conn->resting = true;
+    timer_set(&conn->timer, REST_MS, conn_rested);
+    return true;
+}
+
 static void conn_ready(struct source *source, uint32_t events) {
     struct conn *conn = HOLDER(source, struct conn, source);
     if (events & EPOLLOUT) conn->blocked = false;
@@ -253,6 +278,7 @@ static void conn_ready(struct source *source, uint32_t events) {
     if (conn->in_used == conn->in_room && !conn_reserve(conn, conn->in_room + READ_STEP)) return;
     ssize_t count = read(source->fd, conn->in + conn->in_used, conn->in_room - conn->in_used);
     if (count <= 0) {
+        if (count == 0 && conn_rest(conn)) return;
         if (count == 0 || (errno != EAGAIN && errno != EINTR)) conn->dead = true;
         return;
     }
@@ -314,6 +340,7 @@ void conn_listen(int fd, bool vsock) {
 bool conn_serial(int fd) { return conn_open(fd, true); }
 
 static void conn_update(struct conn *conn) {
+    if (conn->resting && !conn->dead) return source_want(&conn->source, 0);
     if (!conn->dead && !conn->blocked && out_waiting(conn)) out_flush(conn, NULL, 0);
     if (out_waiting(conn) == 0 && conn->in_used >= HEADER_BYTES && !conn->hunting) conn_parse(conn);
     if (conn->dead) return conn_close(conn);

@@ -40,9 +40,11 @@ bool problem_set(struct problem *problem, const char *format, ...) {
 bool machine_read(const char *path, char *text, size_t room) {
     int fd = openat(root, path, O_RDONLY | O_CLOEXEC);
     if (fd < 0) return false;
-    ssize_t count = read(fd, text, room - 1);
+    size_t length = 0;
+    ssize_t count;
+    while ((count = read(fd, text + length, room - 1 - length)) > 0) length += (size_t)count; /* files of /proc come by pages */
     close(fd);
-    text[count < 0 ? 0 : count] = '\0';
+    text[length] = '\0';
     return count >= 0;
 }
 

