@@ -79,7 +79,8 @@ class DSecFnCallArgs:
             source = textwrap.dedent(inspect.getsource(function))
         except (OSError, TypeError) as exc:
             raise InvalidSpecError(f"function: has no source: {exc}", detail={"field": "function"}) from exc
-        if inspect.getclosurevars(function).nonlocals or not source.lstrip().startswith("def "):
+        plain = inspect.isfunction(function) and source.startswith("def ")
+        if not plain or inspect.getclosurevars(function).nonlocals:
             raise InvalidSpecError(
                 "function: is not a plain `def` that stands for itself",
                 detail={"field": "function"},
