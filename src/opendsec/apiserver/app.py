@@ -32,6 +32,7 @@ from opendsec.apiserver.storage import Storage
 from opendsec.server.app import make_app
 from opendsec.server.asgi import ASGIApp, Scope, principal
 from opendsec.server.runner import listen, serve
+from opendsec.wire.contracts import VIEW_ROOT
 
 
 def _version() -> str:
@@ -81,6 +82,7 @@ async def apiserver(settings: Settings, *, patience_s: float = PATIENCE_S) -> As
                 version=_version(),
                 verify=door.verify,
                 raw=lambda scope: forward.route(scope) or calls.route(scope),
+                open_paths=frozenset({VIEW_ROOT}),
                 state={"parts": parts, "images": Images(edges), "snapshots": snapshots.SnapshotsOfEdges(edges)},
             )
             yield door.before(app)

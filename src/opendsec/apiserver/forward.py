@@ -16,12 +16,15 @@ from typing import Any
 from opendsec import errors
 from opendsec.apiserver.connection import ConnectionLostError, EdgeConnection
 from opendsec.apiserver.link import EdgeLink
+from opendsec.apiserver.socket_forward import forward_socket
 from opendsec.model.ids import edge_of
 from opendsec.server.asgi import ASGIApp, ClientGoneError, Message, Receive, Scope, Send, request_id
 from opendsec.server.streams import first_failure
-from opendsec.wire.contracts import HEADER_RIGHTS
+from opendsec.wire.contracts import HEADER_RIGHTS, VIEW_ROOT
 
 PREFIX = "/v1/sandboxes/"
+NOBODY = "-"
+"""No project has this name."""
 _METHODS = frozenset({"GET", "POST", "PUT", "PATCH", "DELETE"})
 _REPEATABLE = frozenset({"GET", "DELETE", "PATCH"})
 
@@ -54,21 +57,36 @@ class Forward:
         self._rights_of = rights_of
 
     def route(self, scope: Scope) -> ASGIApp | None:
-        """This object for everything below /v1/sandboxes/, else None."""
-        return self if scope["path"].startswith(PREFIX) else None
+        """This object for everything below /v1/sandboxes/ and /view/, else None."""
+        return self if scope["path"].startswith((PREFIX, VIEW_ROOT)) else None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        sandbox_id = scope["path"][len(PREFIX) :].partition("/")[0]
+        is_view = scope["path"].startswith(VIEW_ROOT)
+        sandbox_id = scope["path"][len(VIEW_ROOT if is_view else PREFIX) :].partition("/")[0]
         link = self._link(sandbox_id)
+        # A view's token is the edge's business; without a project of anybody's it opens nothing else there.
+        project = NOBODY if is_view else self._project_of(scope)
+        if scope["type"] == "websocket":
+            await forward_socket(
+                link,
+                _target(scope),
+                scope,
+                receive,
+                send,
+                project=project,
+                request_id=request_id(scope),
+                sandbox_id=sandbox_id,
+            )
+            return
         if scope["method"] not in _METHODS:
             raise errors.RequestError(f"{scope['method'][:20]} is not a method of this API", remedy="see /openapi.json")
         head = link.request_head(
             scope["method"],
             _target(scope),
-            project=self._project_of(scope),
+            project=project,
             request_id=request_id(scope),
             headers=[
-                (_RIGHTS, ",".join(self._rights_of(scope)).encode("ascii")),
+                (_RIGHTS, b"" if is_view else ",".join(self._rights_of(scope)).encode("ascii")),
                 *(pair for pair in scope["headers"] if pair[0] not in _OWN_REQUEST_HEADERS),
             ],
         )

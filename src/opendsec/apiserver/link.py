@@ -32,6 +32,8 @@ class EdgeLink:
         self.name = name
         self.address = address
         self.patience_s = patience_s
+        self.authorization: tuple[tuple[str, str], ...] = (("Authorization", f"Bearer {token}"),) if token else ()
+        """The header by which the edge knows us, if it wants one."""
         self._idle: list[EdgeConnection] = []
         self._fixed = b"host: edge\r\n" + (f"authorization: Bearer {token}\r\n".encode("ascii") if token else b"")
 

@@ -30,6 +30,7 @@ from opendsec.edge.requests import project_of
 from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.screen_routes import ScreenRoutes
 from opendsec.edge.snapshot_routes import SnapshotRoutes
+from opendsec.edge.views import Views
 from opendsec.fncall.base import FnCalls
 from opendsec.model.node import LIVE_STATES, NodeReport, SandboxState, SandboxStatus
 from opendsec.model.spec import BackendKind, check_labels, check_seconds
@@ -84,7 +85,7 @@ class RawPaths:
         self._packs = PackRoutes(node, packing)
         self._snapshots = SnapshotRoutes(node)
         self._ports = PortRoutes(node)
-        self._screens = ScreenRoutes(node)
+        self._screens, self._views = ScreenRoutes(node), Views(node)
         self._images = ImageRoutes(desk)
         calls = FnCallRoutes(fncalls)
         self._top: dict[tuple[str, str], ASGIApp] = {
@@ -116,7 +117,7 @@ class RawPaths:
     def __call__(self, scope: Scope) -> ASGIApp | None:
         parts = scope["path"].split("/")
         if len(parts) < 3 or parts[1] != "v1":
-            return None
+            return self._views.route(scope)
         method = scope["method"]
         if parts[2] == "images":
             return self._images.find(method, "/".join(parts[3:]))
@@ -149,7 +150,8 @@ class RawPaths:
         elif parts[4] == "files" and len(parts) == 6:
             found = self._files.get((method, parts[5]))
         else:
-            found = self._screens.find(method, "/".join(parts[4:]))
+            rest = "/".join(parts[4:])
+            found = self._screens.find(method, rest) or self._views.find(method, rest)
         return None if found is None else partial(found, *given)
 
 

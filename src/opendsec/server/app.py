@@ -45,6 +45,7 @@ def make_app(
     raw: RawRoutes = no_raw_routes,
     state: Mapping[str, object] | None = None,
     max_body: int = MAX_JSON_BODY,
+    open_paths: frozenset[str] = frozenset(),
 ) -> ASGIApp:
     """The ASGI app of a server.
 
@@ -53,6 +54,7 @@ def make_app(
     (`server.asgi.principal`).
     `raw`: looked at first, after the key. `state`: becomes `request.app.state`. `max_body`: bytes of a body Litestar
     reads whole; handlers that read a raw body use `server.asgi.body_chunks(request.receive)`, which has no limit.
+    `open_paths`: further ones that need no key, as `Front` takes them.
     """
     application = Litestar(
         [healthz, openapi_json, *routes],
@@ -71,7 +73,7 @@ def make_app(
             render_plugins=[],
         ),
     )
-    return Front(application, verify=verify, open_paths=OPEN_PATHS, raw=raw)  # type: ignore[arg-type]
+    return Front(application, verify=verify, open_paths=OPEN_PATHS | open_paths, raw=raw)  # type: ignore[arg-type]
 
 
 _ERROR_SCHEMA = {

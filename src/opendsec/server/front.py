@@ -25,6 +25,7 @@ from litestar.exceptions import (
 from litestar.exceptions.http_exceptions import RequestEntityTooLarge
 
 from opendsec import errors
+from opendsec.server import sockets
 from opendsec.server.asgi import (
     ASGIApp,
     BodyTooLargeError,
@@ -44,6 +45,7 @@ log = logging.getLogger(__name__)
 RawRoutes = Callable[[Scope], ASGIApp | None]
 """Given a request, the ASGI app that answers it before Litestar sees it, or None. May raise an OpenDSecError."""
 
+_BEGINNINGS = frozenset({"http.response.start", "websocket.http.response.start", "websocket.accept"})
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,128}\Z")
 
 
@@ -53,19 +55,24 @@ def no_raw_routes(_scope: Scope) -> ASGIApp | None:
 
 
 class Front:
-    """`verify` runs for every path outside `open_paths` (exact matches). None: whoever reaches the socket may ask."""
+    """`verify` runs for every path outside `open_paths` (exact matches, or beginnings that end with a slash). None:
+    whoever reaches the socket may ask."""
 
     def __init__(
         self, app: ASGIApp, *, verify: Verify | None, open_paths: frozenset[str], raw: RawRoutes = no_raw_routes
     ) -> None:
+        self._open_roots = tuple(path for path in open_paths if path.endswith("/"))
         self._app = app
         self._verify = verify
         self._open_paths = open_paths
         self._raw = raw
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
+        if scope["type"] not in ("http", "websocket"):
             raise ValueError(f"this server speaks HTTP only, not {scope['type']}")
+        is_socket = scope["type"] == "websocket"
+        if is_socket:
+            scope["method"] = sockets.METHOD
         state = scope.setdefault("state", {})
         identity = _accepted_request_id(scope)
         state["request_id"] = identity.decode("ascii")
@@ -73,7 +80,7 @@ class Front:
 
         async def marked(message: Message) -> None:
             nonlocal started
-            if message["type"] == "http.response.start":
+            if message["type"] in _BEGINNINGS:
                 started = True
                 message["headers"] = [*message.get("headers", ()), (b"x-request-id", identity)]
             await send(message)
@@ -87,14 +94,23 @@ class Front:
                 log.debug("client_gone", extra={"fields": _request_fields(scope)})
             elif started:
                 log.warning("stream_cut", extra={"fields": {**_request_fields(scope), "reason": _reason(exc)}})
+            elif is_socket:
+                await sockets.refuse(scope, marked, as_error(exc, scope))
             else:
                 await send_error(scope, marked, as_error(exc, scope), status=_status(exc))
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if self._verify is not None and scope["path"] not in self._open_paths:
+        if self._verify is not None and not self._is_open(scope["path"]):
             scope["state"]["principal"] = await self._verify(bearer_token(scope))
-        app = self._raw(scope) or self._app
-        await app(scope, receive, send)
+        app = self._raw(scope)
+        if app is None and scope["type"] == "websocket":
+            raise errors.NotFoundError(
+                f"no such WebSocket: {scope['path'][:200]}", remedy="see docs/reference/http-api.md"
+            )
+        await (app or self._app)(scope, receive, send)
+
+    def _is_open(self, path: str) -> bool:
+        return path in self._open_paths or path.startswith(self._open_roots)
 
 
 def _accepted_request_id(scope: Scope) -> bytes:

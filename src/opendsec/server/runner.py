@@ -43,6 +43,8 @@ MAX_HEAD = 64 * 1024
 """Bytes of request line and headers; a path of 4095 bytes, percent-encoded, takes 12 KiB."""
 COLLECT_AFTER_OBJECTS = 20_000
 """Objects more than freed since the last look for cycles; Python's own 700 is for programs of another size."""
+MAX_MESSAGE = 16 * 1024 * 1024
+"""Bytes of one message of a WebSocket."""
 LARGE_BLOCK = 4 * 1024 * 1024
 """Bytes from which a block of memory is the kernel's own business; pieces of streams are smaller."""
 KEEP_FREED = 32 * 1024 * 1024
@@ -231,7 +233,9 @@ async def serve(
     config = uvicorn.Config(
         app,
         http=Connection,
-        ws="none",
+        ws="websockets-sansio",
+        ws_per_message_deflate=False,
+        ws_max_size=MAX_MESSAGE,
         lifespan="off",
         loop="none",
         log_config=None,

@@ -113,6 +113,8 @@ without this header a caller with a project has no such right."""
 RIGHT_BUILD = "build"
 HEADER_REQUEST_ID = "X-Request-Id"
 HEADER_TIMEOUT = "X-OpenDSec-Timeout"
+VIEW_ROOT = "/view/"
+"""Below it lie pages for browsers, which bring a token in the address and no key."""
 HEADER_OFFSET = "X-OpenDSec-Offset"
 """Of a serial console's answer: the offset of its first byte."""
 MAX_JSON_BODY = 8 * 1024 * 1024

@@ -1,0 +1,88 @@
+"""WebSockets of our servers: accept, refuse with one of our errors, and carry a stream of bytes through one.
+
+Bytes travel in binary messages, as they come; where one message ends says nothing. Each side is read no faster than the
+other takes it. Either side's end ends both: whoever watches a display has no use for half of one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from abc import abstractmethod
+from typing import Protocol
+
+from opendsec import errors
+from opendsec.server.asgi import Receive, Scope, Send, request_id
+from opendsec.server.streams import first_failure
+from opendsec.wire import codec
+
+METHOD = "WEBSOCKET"
+"""What a WebSocket's handshake has instead of a method, where routes are looked up."""
+NORMAL = 1000
+"""RFC 6455: the purpose of the connection has been fulfilled."""
+
+
+class ByteStream(Protocol):
+    """What is carried."""
+
+    @abstractmethod
+    async def read(self) -> bytes:
+        """b"" at the end."""
+
+    @abstractmethod
+    async def write(self, data: bytes) -> None:
+        """Waits while the other side takes nothing. Raises OSError when it is gone."""
+
+
+async def refuse(scope: Scope, send: Send, error: errors.OpenDSecError) -> None:
+    """Answer a handshake as a request would be."""
+    error.request_id = error.request_id or request_id(scope)
+    body = codec.encode_error(error)
+    head = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
+    await send({"type": "websocket.http.response.start", "status": error.http_status, "headers": head})
+    await send({"type": "websocket.http.response.body", "body": body})
+
+
+async def accept(receive: Receive, send: Send, *, subprotocol: str | None = None) -> None:
+    """Take the handshake."""
+    await receive()  # websocket.connect
+    await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})
+
+
+async def carry(stream: ByteStream, receive: Receive, send: Send) -> None:
+    """Both directions, until one of them ends; then the socket is closed."""
+    over, gone = asyncio.Event(), asyncio.Event()
+
+    async def down() -> None:
+        with contextlib.suppress(OSError):  # how the server says that the client has gone
+            while data := await stream.read():
+                await send({"type": "websocket.send", "bytes": data})
+        over.set()
+
+    async def up() -> None:
+        while (message := await receive())["type"] != "websocket.disconnect":
+            data = message.get("bytes") or (message.get("text") or "").encode("utf-8")
+            try:
+                await stream.write(data)
+            except OSError:
+                break
+        else:
+            gone.set()
+        over.set()
+
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(down()), group.create_task(up())]
+            await over.wait()
+            for task in tasks:
+                task.cancel()
+    except BaseExceptionGroup as failures:
+        raise first_failure(failures) from None
+    if not gone.is_set():
+        await close(send)
+
+
+async def close(send: Send) -> None:
+    """Say that it is over; whoever has gone already need not be told."""
+    with contextlib.suppress(OSError):
+        await send({"type": "websocket.close", "code": NORMAL})
