@@ -152,8 +152,6 @@ class MicroVmBackend(Backend):
             if not answer.ok:
                 raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
         await self._vmm.open()
-        if self._vmm.degraded:
-            self._reasons.append(f"degraded: {self._vmm.degraded}")
         self._may_network = await self._can(probes, "network", "tun", "nft", "forwarding")
         self._boot_id = _BOOT_ID.read_text(encoding="ascii").strip()
         usable, refused = find_resolvers()
@@ -202,7 +200,13 @@ class MicroVmBackend(Backend):
             reasons=tuple(self._reasons),
             capabilities=names,
             live=len(self._vms),
+            degraded=(self._vmm.degraded,) if self._vmm.degraded else (),
+            binding=self._bound_to() if self._machines is not None else "",
         )
+
+    def _bound_to(self) -> str:
+        binding = self._vmm.binding
+        return f"{binding.vmm} {binding.version}, {binding.accelerator.value}, {binding.cpu_model}"
 
     # ── start, find, end ────────────────────────────────────────────────────────────────────────────────────────────
 

@@ -47,6 +47,20 @@ def _container(means: Means) -> Backend:
     return ContainerBackend(layers=means.layers, state_dir=means.state_dir, run_dir=means.run_dir, ground=means.ground)
 
 
+def _microvm(means: Means) -> Backend:
+    from opendsec.backends.microvm import MicroVmBackend
+    from opendsec.vm.qemu import QemuVmm
+
+    return MicroVmBackend(
+        vmm=QemuVmm(state_dir=means.host_state_dir),
+        layers=means.layers,
+        state_dir=means.state_dir,
+        run_dir=means.run_dir,
+        kernels=means.host_state_dir,
+        ground=means.ground,
+    )
+
+
 def _fullvm(means: Means) -> Backend:
     from opendsec.backends.fullvm import FullVmBackend
 
@@ -63,6 +77,7 @@ FACTORIES: Mapping[BackendKind, Callable[[Means], Backend]] = {
     BackendKind.CONTAINER: _container,
     BackendKind.DUMMY: _dummy,
     BackendKind.FULLVM: _fullvm,
+    BackendKind.MICROVM: _microvm,
 }
 AUTO = tuple(kind for kind in FACTORIES if kind is not BackendKind.DUMMY)
 """What an edge offers that is told nothing: everything but the dummy; what does not work here says so in its report."""
