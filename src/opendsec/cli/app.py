@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import typer
 
-from opendsec.cli import benching, calling, copying, demonstrating, image_commands, listing, running, shells
+from opendsec.cli import benching, calling, copying, demonstrating, image_commands, listing, running, screening, shells
 from opendsec.cli.passing_on import SETTINGS, PassingOn
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ app.command("shell", rich_help_panel="Sandboxes")(shells.shell)
 app.command("cp", rich_help_panel="Sandboxes")(copying.cp)
 app.command("ls", rich_help_panel="Sandboxes")(listing.ls)
 app.command("logs", rich_help_panel="Sandboxes")(listing.logs)
+app.command("screen", rich_help_panel="Sandboxes")(screening.screen)
 app.command("stop", rich_help_panel="Sandboxes")(listing.stop)
 app.add_typer(calling.app, name="fncall", rich_help_panel="Calls")
 app.command("demo", rich_help_panel="Try it")(demonstrating.demo)

@@ -14,7 +14,7 @@ from opendsec.host.image_group import app, errors_shown, open_store, progress_sh
 from opendsec.model.image import Image
 from opendsec.store.debian import BASE_PACKAGES, DebianRecipe, build_debian
 
-_PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
+PROXIES = ("http_proxy", "https_proxy", "no_proxy", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
 
 Name = Annotated[str, typer.Argument(help="Name of the image.")]
 Replace = Annotated[bool, typer.Option("--replace", help="Let the name mean the new image if it is taken.")]
@@ -38,7 +38,7 @@ def build(
     """Build a Debian image with mmdebstrap. The same request again is answered from the store."""
     packages = BASE_PACKAGES if include is None else _split(include)
     recipe = DebianRecipe(suite=suite, include=packages, mirror=mirror)
-    proxies = {key: value for key, value in _environment().items() if key in _PROXIES}
+    proxies = {key: value for key, value in _environment().items() if key in PROXIES}
     with errors_shown(as_json), progress_shown(f"image {name}") as on_progress:
         image = build_debian(
             open_store(), name, recipe, proxies=proxies, rebuild=rebuild, replace=replace, on_progress=on_progress

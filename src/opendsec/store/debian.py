@@ -155,7 +155,7 @@ def build_debian(
         return present
     with store.scratch() as scratch, store.staging() as work:
         tree = scratch / "tree"
-        _bootstrap(tree, recipe, proxies or {}, on_progress)
+        bootstrap(tree, recipe, proxies or {}, on_progress)
         on_progress(Progress(phase="cleaning the tree"))
         clean_tree(tree, recipe.suite)
         layer = make_layer(store, work, tree, on_progress=on_progress)
@@ -169,7 +169,8 @@ def build_debian(
         )
 
 
-def _bootstrap(tree: Path, recipe: DebianRecipe, proxies: Mapping[str, str], on_progress: OnProgress) -> None:
+def bootstrap(tree: Path, recipe: DebianRecipe, proxies: Mapping[str, str], on_progress: OnProgress) -> None:
+    """The system as mmdebstrap makes it, in a directory that is not there yet. Raises as `build_debian` does."""
     if os.geteuid() != 0:
         raise InvalidSpecError(
             "building a Debian image needs root", detail={"field": "user"}, remedy="run it with sudo"
