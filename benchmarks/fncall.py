@@ -6,7 +6,8 @@ Both sides do the same work in the same run, through SDK, apiserver and edge: a 
 sandbox is made, runs `python3 -c` with it, and is stopped; or /bin/true instead, the least a sandbox can do, as a lower
 bound. A call is a function call in a warm container; `fncall_many` sends all of them in one request. Rounds are
 interleaved, medians over rounds are printed. CPU is all of it, from control groups: this client, the platform, and what
-runs inside. `engine alone` is the same call at the engine itself, in this process, with no HTTP before it.
+runs inside. Hop by hop: `engine alone` is the same call at the engine itself, in this process, with no HTTP before it;
+`SDK and edge` leaves the apiserver out.
 
 Drift: memory of the edge, its descriptors, processes in containers, files in its directories and control groups after
 the first tenth of the calls and after the last.
@@ -171,6 +172,8 @@ async def measure(options: argparse.Namespace, platform: Platform) -> None:
             await timed(platform, found, "fncall, a request each", options.calls, lambda: calls(client, options.calls))
             await timed(platform, found, "fncall_many, one request", options.calls, lambda: many(client, options.calls))
         through_sdk = await latency(client, options.calls)
+        async with platform.edge_client() as edge:
+            through_edge = await latency(edge, options.calls)
         alone = await engine_latency(platform, options.calls)
         await drift(platform, client, options.drift)
     print(f"\n{'':28}{'per second':>12}{'CPU-ms each':>14}   (medians of {options.rounds} rounds, {AT_ONCE} at once)")
@@ -179,6 +182,7 @@ async def measure(options: argparse.Namespace, platform: Platform) -> None:
         print(f"{what:28}{rate:12.1f}{cpu:14.2f}")
     print()
     report.print_latency("warm function, engine alone", alone)
+    report.print_latency("warm function, SDK and edge", through_edge)
     report.print_latency("warm function, through SDK", through_sdk)
     print()
     judge(found, through_sdk)
