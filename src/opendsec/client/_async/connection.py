@@ -119,6 +119,8 @@ class Pool:
         if not await self._gates[lane].enter(left):
             raise DeadlineError("all connections were in use until the deadline", remedy="raise max_connections")
         try:
+            if fresh and self._idle:
+                await self._idle.popleft().http.aclose()  # or each such call would leave one more behind
             connection = None if fresh else await self._take_idle()
             if connection is None:
                 connection = await self._connect(left)

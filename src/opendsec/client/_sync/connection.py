@@ -120,6 +120,8 @@ class Pool:
         if not self._gates[lane].enter(left):
             raise DeadlineError("all connections were in use until the deadline", remedy="raise max_connections")
         try:
+            if fresh and self._idle:
+                self._idle.popleft().http.close()  # or each such call would leave one more behind
             connection = None if fresh else self._take_idle()
             if connection is None:
                 connection = self._connect(left)

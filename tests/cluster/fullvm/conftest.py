@@ -1,0 +1,129 @@
+"""A platform with full VMs and nothing else, as `opendsec up` runs it, and a disk to start them from."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.boot_disk import make_boot_disk
+
+import opendsec.sync
+from opendsec import DSecFullVMRunArgs
+from opendsec.model.image import Devices, DiskFormat, Firmware, Graphics, Machine
+from opendsec.store.disks import DiskRequest, import_disk
+from opendsec.store.images import ImageStore
+
+WAIT_S = 45.0
+"""For what takes a second on a quiet machine."""
+
+
+@dataclass
+class Platform:
+    """A running one."""
+
+    state: Path
+    run: Path
+    environment: dict[str, str]
+    client: opendsec.sync.DSecClient
+    url: str
+    key: str
+
+    def start(self, image: str = "boot", **given: object) -> opendsec.sync.Sandbox:
+        """A machine, once its operating system has said so (it may not, if it is not ours)."""
+        sandbox = self.client.run_fullvm(DSecFullVMRunArgs(image=image, **given), timeout=60)  # type: ignore[arg-type]
+        until(lambda: sandbox.serial.read().startswith(b"boot\n"))
+        return sandbox
+
+    def pid(self, name: str) -> int:
+        """Of one of its processes."""
+        return int((self.run / f"{name}.pid").read_text().split()[0])
+
+
+def until(true: Callable[[], bool], what: str = "") -> None:
+    """Wait for it."""
+    end = time.monotonic() + WAIT_S
+    while not true():
+        assert time.monotonic() < end, what or "it did not become so in time"
+        time.sleep(0.05)
+
+
+def _command(environment: dict[str, str], *words: str) -> str:
+    ended = subprocess.run(
+        [sys.executable, "-m", "opendsec", *words], env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+    return ended.stdout
+
+
+@pytest.fixture(scope="module")
+def up() -> Iterator[tuple[Path, Path, dict[str, str]]]:
+    """State, run directory and environment of the platform."""
+    state = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir="/var/tmp"))
+    run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    environment = {
+        **{name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")},
+        "OPENDSEC_STATE_DIR": str(state),
+        "OPENDSEC_RUN_DIR": str(run),
+        "OPENDSEC_LISTEN": f"127.0.0.1:{port}",
+        "OPENDSEC_EDGE_BACKENDS": "fullvm",
+        "OPENDSEC_EDGE_MEMORY_FLOOR_MB": "0",
+        "OPENDSEC_EDGE_DISK_FLOOR_MB": "0",
+        "OPENDSEC_EDGE_CGROUP": f"opendsec-fullvm-{os.getpid()}",
+    }
+    try:
+        _import_disks(state)
+        _command(environment, "up", "-d")
+        try:
+            yield state, run, environment
+        finally:
+            _command(environment, "down")
+    finally:
+        shutil.rmtree(state)
+        shutil.rmtree(run, ignore_errors=True)
+
+
+@pytest.fixture
+def platform(up: tuple[Path, Path, dict[str, str]]) -> Iterator[Platform]:
+    """With a client of the test's own."""
+    state, run, environment = up
+    known = msgspec.json.decode((run / "local.json").read_bytes())
+    with opendsec.sync.DSecClient(known["api_url"], known["api_key"], timeout=60) as client:
+        yield Platform(state, run, environment, client, known["api_url"], known["api_key"])
+
+
+def _import_disks(state: Path) -> None:
+    store = ImageStore(state / "store")
+    disk = make_boot_disk(state / "boot.img")
+    plain = Machine(format=DiskFormat.RAW, virtual_bytes=512, memory_mb=16)
+    import_disk(store, DiskRequest(name="boot", path=disk, machine=plain))
+    modern = Machine(
+        format=DiskFormat.RAW,
+        virtual_bytes=512,
+        firmware=Firmware.UEFI,
+        tpm=True,
+        graphics=Graphics.VIRTIO,
+        devices=Devices.VIRTIO,
+        memory_mb=64,
+        cpus=2,
+    )
+    import_disk(store, DiskRequest(name="modern", path=disk, machine=modern))
+
+
+@pytest.fixture
+def machine(platform: Platform) -> Iterator[opendsec.sync.Sandbox]:
+    """One that runs."""
+    sandbox = platform.start()
+    yield sandbox
+    sandbox.stop()
