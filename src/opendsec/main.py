@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def app_for(words: Sequence[str]) -> typer.Typer:
     """What these words need: the client's commands alone, images alone, or everything."""
-    names = {command.name for command in client_app.registered_commands} | {"fncall"}
+    names = {command.name for command in client_app.registered_commands} | {"fncall", "snapshot"}
     match words[:1]:
         case [first] if first in names:
             return client_app

@@ -17,6 +17,7 @@ TOOLS = {
     "imports": [str(Path(sys.executable).parent / "lint-imports"), "--no-cache"],
     "spelling": [sys.executable, "-m", "codespell_lib"],
     "cli reference": [sys.executable, "scripts/cli_reference.py", "--check"],
+    "backends table": [sys.executable, "scripts/backends_table.py", "--check"],
     "unasync": [sys.executable, "scripts/unasync.py", "--check"],
 }
 

@@ -4,7 +4,19 @@ from __future__ import annotations
 
 import typer
 
-from opendsec.cli import benching, calling, copying, demonstrating, image_commands, listing, running, screening, shells
+from opendsec.cli import (
+    benching,
+    calling,
+    copying,
+    demonstrating,
+    forwarding,
+    image_commands,
+    listing,
+    running,
+    saving,
+    screening,
+    shells,
+)
 from opendsec.cli.passing_on import SETTINGS, PassingOn
 
 app = typer.Typer(
@@ -22,6 +34,9 @@ app.command("cp", rich_help_panel="Sandboxes")(copying.cp)
 app.command("ls", rich_help_panel="Sandboxes")(listing.ls)
 app.command("logs", rich_help_panel="Sandboxes")(listing.logs)
 app.command("screen", rich_help_panel="Sandboxes")(screening.screen)
+app.command("forward", rich_help_panel="Sandboxes")(forwarding.forward)
+app.command("fork", rich_help_panel="Sandboxes")(saving.fork)
+app.add_typer(saving.app, name="snapshot", rich_help_panel="Sandboxes")
 app.command("stop", rich_help_panel="Sandboxes")(listing.stop)
 app.add_typer(calling.app, name="fncall", rich_help_panel="Calls")
 app.command("demo", rich_help_panel="Try it")(demonstrating.demo)

@@ -11,6 +11,10 @@ from opendsec import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs
 from opendsec.model.spec import BackendKind
 
 Backend = Annotated[BackendKind, typer.Option(help="Kind of isolation.")]
+Snapshot = Annotated[
+    str | None,
+    typer.Option("--snapshot", metavar="NAME", help="Go on from this snapshot instead of an image; no IMAGE then."),
+]
 Memory = Annotated[int | None, typer.Option("--memory", metavar="MIB", help="Memory limit in MiB.")]
 Cpus = Annotated[float | None, typer.Option("--cpus", metavar="CORES", help="CPU limit in cores, fractions allowed.")]
 Disk = Annotated[int | None, typer.Option("--disk", metavar="MIB", help="Limit of what it may write, in MiB.")]
@@ -56,7 +60,7 @@ def pairs(words: Iterable[str] | None, option: str) -> dict[str, str]:
 
 
 def run_args(
-    image: str,
+    image: str | None,
     *,
     backend: BackendKind,
     memory: int | None,
@@ -67,6 +71,7 @@ def run_args(
     workspace: str | None = None,
     toolkits: tuple[str, ...] | None = None,
     disk: int | None = None,
+    snapshot: str | None = None,
 ) -> DSecRunArgs:
     """What the client asks the platform for. Raises typer.BadParameter for what goes with another kind only."""
     common: dict[str, Any] = {
@@ -81,7 +86,8 @@ def run_args(
     if backend is BackendKind.FULLVM:
         if workspace is not None or toolkits is not None:
             raise typer.BadParameter("a full VM starts from one disk image alone", param_hint="--workspace, --toolkit")
-        return DSecFullVMRunArgs(image=image, **common)
-    if backend is BackendKind.MICROVM:
-        return DSecMicroVMRunArgs(image=image, workspace=workspace, toolkits=toolkits, **common)
+        return DSecFullVMRunArgs(image=image, snapshot=snapshot, **common)
+    if backend is BackendKind.MICROVM or snapshot is not None:
+        return DSecMicroVMRunArgs(image=image, snapshot=snapshot, workspace=workspace, toolkits=toolkits, **common)
+    assert image is not None
     return DSecContainerRunArgs(container_image=image, workspace=workspace, toolkits=toolkits, **common)

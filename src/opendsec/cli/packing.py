@@ -8,11 +8,12 @@ import typer
 
 from opendsec import DSecClient
 from opendsec.cli.image_group import app
-from opendsec.cli.output import Advance, Json, note, print_error, print_json, print_line, progress, size
+from opendsec.cli.output import Json, note, print_error, print_json, print_line, progress, size
+from opendsec.cli.percent import Percent
 from opendsec.cli.session import with_client
 from opendsec.errors import OpenDSecError
 from opendsec.model.image import FileRole, LayerRole
-from opendsec.wire.contracts import PackEvent, PackResult
+from opendsec.wire.contracts import PackResult
 
 _SHOWN = 10
 """Paths left out that are named."""
@@ -58,7 +59,7 @@ def pack(
                     keep=keep or (),
                     defaults=not no_defaults,
                     replace=replace,
-                    on_progress=_Percent(advance).show,
+                    on_progress=Percent(advance).show,
                 )
         except OpenDSecError as error:
             print_error(error, as_json=as_json)
@@ -72,19 +73,6 @@ def pack(
         return 0
 
     with_client(main)
-
-
-class _Percent:
-    """Bytes written, as steps of a bar of 100."""
-
-    def __init__(self, advance: Advance) -> None:
-        self._advance = advance
-        self._shown = 0
-
-    def show(self, event: PackEvent) -> None:
-        percent = 100 * event.done // event.total if event.total else 0
-        self._advance(max(0, percent - self._shown))
-        self._shown = max(self._shown, percent)
 
 
 def sentences(result: PackResult) -> list[str]:

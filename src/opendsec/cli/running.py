@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import shlex
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
-from opendsec import DSecClient, Sandbox, ShellResult
+from opendsec import DSecClient, DSecRunArgs, Sandbox, ShellResult
 from opendsec.cli import exits, options
 from opendsec.cli.output import Json, note, print_json
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
-from opendsec.errors import ExecError
+from opendsec.errors import ExecError, SnapshotInvalidError
 from opendsec.model.spec import BackendKind
 
 Stdin = Annotated[
@@ -27,6 +27,7 @@ Session = Annotated[
 def run(
     context: typer.Context,
     image: Annotated[str, typer.Argument(metavar="IMAGE -- COMMAND...", help="An image, and what to run.")],
+    snapshot: options.Snapshot = None,
     workspace: options.Workspace = None,
     toolkits: options.Toolkits = None,
     no_toolkits: options.NoToolkits = False,
@@ -46,22 +47,20 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
-    argv = _argv(context, image)
-    args = options.run_args(
-        image,
-        backend=backend,
-        memory=memory,
-        cpus=cpus,
-        disk=disk,
-        network=network,
-        labels=labels,
-        ttl=ttl,
-        workspace=workspace,
-        toolkits=options.chosen_toolkits(toolkits, no_toolkits),
-    )
+    argv = _argv(context, image) if snapshot is None else _argv_alone(context, image)
+    given = {
+        "memory": memory,
+        "cpus": cpus,
+        "disk": disk,
+        "labels": labels,
+        "ttl": ttl,
+        "workspace": workspace,
+        "toolkits": options.chosen_toolkits(toolkits, no_toolkits),
+    }
     variables = options.pairs(env, "--env")
 
     async def main(client: DSecClient) -> int:
+        args = await _args(client, None if snapshot else image, snapshot, backend=backend, network=network, **given)
         if not keep:
             async with client.sandbox(args) as sandbox:
                 return await _run(
@@ -108,6 +107,28 @@ def exec_(
         )
 
     with_client(main)
+
+
+async def _args(
+    client: DSecClient, image: str | None, snapshot: str | None, *, backend: BackendKind, network: bool, **given: Any
+) -> DSecRunArgs:
+    """A snapshot says itself which backend reads it and whether it has a network."""
+    if snapshot is None:
+        return options.run_args(image, backend=backend, network=network, **given)
+    found = await client.snapshots.get(snapshot)
+    if found.backend is None or found.spec is None:
+        raise SnapshotInvalidError(found.problem or f"snapshot {snapshot!r} cannot be read")
+    has_network = any(found.spec.network_rules.values())
+    if network and not has_network:
+        raise typer.BadParameter(f"the snapshot {snapshot} was made without a network", param_hint="--network")
+    return options.run_args(None, backend=found.backend, network=has_network, snapshot=snapshot, **given)
+
+
+def _argv_alone(context: typer.Context, first: str) -> list[str]:
+    """All the words: there is no image among them. Raises typer.BadParameter."""
+    if first.startswith("-"):
+        raise typer.BadParameter(f"there is no option {first}; -h shows all", param_hint="options")
+    return [first, *context.args]
 
 
 def _argv(context: typer.Context, target: str) -> list[str]:

@@ -83,7 +83,7 @@ async def main(settings: EdgeSettings) -> None:
         writable = None if only_dummy or isinstance(store, RemoteStore) else store
         desk = None if only_dummy else stack.enter_context(ImageDesk(store, layers))
         packing = None if writable is None else Packing(writable)
-        origins = Origins(settings.node.state_dir, writable)
+        origins = Origins(settings.node.state_dir, store if isinstance(store, ImageStore) else None)
         backends = make_backends(settings.backends, _means(settings, store, layers))
         async with (
             Node(settings.node, backends=backends, images=images, version=_version(), origins=origins) as node,

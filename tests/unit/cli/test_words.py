@@ -63,7 +63,7 @@ def test_client_commands_come_without_the_machines() -> None:
         assert {"ls", "up"} <= {command.name for command in app_for(words).registered_commands}
     images = app_for(["image", "ls"])
     assert "up" not in {command.name for command in images.registered_commands}
-    assert [group.name for group in images.registered_groups] == ["fncall", "image"]
+    assert [group.name for group in images.registered_groups] == ["snapshot", "fncall", "image"]
 
 
 @pytest.mark.parametrize(
