@@ -15,14 +15,16 @@ import contextlib
 import ipaddress
 import os
 import stat
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 from opendsec.linux import libc
 from opendsec.linux.mount import mountinfo
 from opendsec.linux.process import run_sync
 
 _NODES = {"null": (1, 3), "zero": (1, 5), "full": (1, 7), "random": (1, 8), "urandom": (1, 9), "tty": (5, 0)}
+_NO_NODES: Mapping[str, int] = MappingProxyType({})
 _LINKS = {
     "fd": "/proc/self/fd",
     "stdin": "/proc/self/fd/0",
@@ -96,7 +98,7 @@ class Templates:
         self._make_layer("offline", OFFLINE_RESOLV)
         self._make_layer("online", "".join(f"nameserver {address}\n" for address in resolvers))
         mounted = {entry.target for entry in mountinfo()}
-        for name, make in (("dev", _make_dev), ("sys", _make_sys)):
+        for name, make in (("dev", make_dev), ("sys", _make_sys)):
             target = self._root.resolve() / name
             target.mkdir(mode=0o755, exist_ok=True)
             if str(target) not in mounted:
@@ -125,11 +127,16 @@ class Templates:
             path.chmod(0o644)
 
 
-def _make_dev(target: Path) -> None:
+def make_dev(target: Path, more: Mapping[str, int] = _NO_NODES) -> None:
+    """Mount a /dev there. `more`: further character devices, by their paths below it, with their numbers."""
     libc.mount("tmpfs", str(target), "tmpfs", libc.MS_NOSUID | libc.MS_NOEXEC, "size=64k,mode=755")
     with _unmounted_on_error(target):
         for name, (major, minor) in _NODES.items():
             os.mknod(target / name, stat.S_IFCHR | 0o666, os.makedev(major, minor))
+            (target / name).chmod(0o666)
+        for name, number in more.items():
+            (target / name).parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+            os.mknod(target / name, stat.S_IFCHR | 0o666, number)
             (target / name).chmod(0o666)
         for name, link in _LINKS.items():
             (target / name).symlink_to(link)

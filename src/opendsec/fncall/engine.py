@@ -31,6 +31,8 @@ from opendsec.errors import (
 from opendsec.fncall import languages
 from opendsec.fncall.artifacts import Artifact, Artifacts, key_of
 from opendsec.fncall.base import FnCalls
+from opendsec.fncall.gpu import GpuDesk
+from opendsec.fncall.gpu_places import GpuPlaces
 from opendsec.fncall.judging import verdict_of
 from opendsec.fncall.languages import Language
 from opendsec.fncall.member import Group, Member
@@ -68,33 +70,16 @@ class Images(Protocol):
         """Raises ImageNotFoundError, ImageInvalidError, InvalidSpecError. May block."""
 
 
-class Lease(Protocol):
-    """A GPU that a container holds."""
-
-    @property
-    def env(self) -> Mapping[str, str]:
-        """What the container's programs need to find it."""
-
-
-class Gpus(Protocol):
-    """The node's GPUs."""
-
-    def take(self, request: GpuRequest, *, holder: str) -> Lease:
-        """Raises UnsupportedError, CapacityError."""
-
-    def release(self, holder: str) -> None:
-        """The container is gone."""
-
-
 class Engine(FnCalls):
     """One per edge."""
 
     def __init__(
-        self, *, settings: FnCallSettings, containers: ContainerBackend, images: Images, gpus: Gpus | None = None
+        self, *, settings: FnCallSettings, containers: ContainerBackend, images: Images, gpus: GpuDesk | None = None
     ) -> None:
         self._settings = settings
         self._images = images
         self._gpus = gpus
+        self._gpu_places = GpuPlaces(settings.run_dir.with_name(f"{settings.run_dir.name}-gpu"))
         self._known: dict[str, tuple[float, Image]] = {}
         self._by_digest: dict[str, Image] = {}
         self._starting = Starting(settings, containers)
@@ -108,6 +93,7 @@ class Engine(FnCalls):
 
     async def open(self) -> None:
         self.removed = await self._starting.remove_leftovers()
+        self._gpu_places.close()  # an earlier engine's
         await asyncio.to_thread(self._artifacts.open)
         self._pools = Pools(
             self._start,
@@ -122,12 +108,15 @@ class Engine(FnCalls):
         if self._pools is not None:
             await self._pools.close()
             self._pools = None
+        self._gpu_places.close()
 
     def report(self) -> BackendReport:
         pools = self._pools
         if pools is None:
             return BackendReport(available=False, reasons=("the engine of calls is not open",))
-        words = [kind.value for kind in TaskType] + (["gpu"] if self._gpus is not None else [])
+        words = [kind.value for kind in TaskType]
+        if self._gpus is not None:
+            words += ["gpu", *(["gpu_simulated"] if self._gpus.inventory.simulated else [])]
         return BackendReport(available=True, capabilities=tuple(words), live=pools.busy + pools.waiting)
 
     async def call(self, spec: FnCallSpec, *, project: str) -> FnCallResult:
@@ -188,21 +177,21 @@ class Engine(FnCalls):
         return Group(project, image.digest, imports, gpu)
 
     async def _start(self, group: Group) -> Member:
-        name, env = self._starting.new_name(), {}
-        if group.gpu and self._gpus is not None:
-            mode, _, profile = group.gpu.partition(":")
-            lease = self._gpus.take(GpuRequest(mode=GpuMode(mode), profile=profile), holder=name)
-            env = dict(lease.env)
+        name, image = self._starting.new_name(), self._by_digest[group.image]
+        if not group.gpu or self._gpus is None:
+            return await self._starting.start(group, image, name=name)
+        mode, _, profile = group.gpu.partition(":")
+        lease = self._gpus.take(GpuRequest(mode=GpuMode(mode), profile=profile), holder=name)
         try:
-            return await self._starting.start(group, self._by_digest[group.image], env=env, name=name)
+            with self._gpu_places.attached(lease) as binds:
+                return await self._starting.start(group, image, env=lease.env, name=name, binds=binds)
         except BaseException:
-            if group.gpu and self._gpus is not None:
-                self._gpus.release(name)
+            self._gpus.release(name)
             raise
 
     async def _end(self, member: Member) -> None:
-        await self._starting.end(member)
-        if member.group.gpu and self._gpus is not None:
+        gone = await self._starting.end(member)
+        if gone and member.group.gpu and self._gpus is not None:
             self._gpus.release(member.name)
 
     # Calls

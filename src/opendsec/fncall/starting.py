@@ -13,6 +13,7 @@ import resource
 import shutil
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from opendsec.backends.container import ContainerBackend
@@ -23,6 +24,7 @@ from opendsec.fncall.member import Group, Member
 from opendsec.fncall.settings import FnCallSettings
 from opendsec.fncall.zygote import ImportFailedError, Zygote, start_zygote
 from opendsec.guest.base import GuestError, GuestLostError
+from opendsec.linux.launch import Bind
 from opendsec.linux.node_number import SLOTS
 from opendsec.model.ids import SandboxId, new_token
 from opendsec.model.image import Image
@@ -91,7 +93,13 @@ class Starting:
         return self._containers.host_root(member.slot) + USER_ID
 
     async def start(
-        self, group: Group, image: Image, *, env: Mapping[str, str] | None = None, name: str = ""
+        self,
+        group: Group,
+        image: Image,
+        *,
+        env: Mapping[str, str] | None = None,
+        name: str = "",
+        binds: tuple[Bind, ...] = (),
     ) -> Member:
         """A container, ready for its first run. Raises StartError, CapacityError, DiskFullError, and InvalidSpecError
         for imports the image has not; nothing is left then.
@@ -99,7 +107,7 @@ class Starting:
         name = name or self.new_name()
         slot = self._slots.take()
         try:
-            return await self._start(SandboxId(name), slot, group, image, env or {})
+            return await self._start(SandboxId(name), slot, group, image, env or {}, binds)
         except BaseException:
             await asyncio.shield(self._forget(SandboxId(name), slot))
             raise
@@ -108,7 +116,15 @@ class Starting:
         """Of a container."""
         return f"fnc-{self._settings.edge}-{new_token()}"
 
-    async def _start(self, name: SandboxId, slot: int, group: Group, image: Image, env: Mapping[str, str]) -> Member:
+    async def _start(
+        self,
+        name: SandboxId,
+        slot: int,
+        group: Group,
+        image: Image,
+        env: Mapping[str, str],
+        binds: tuple[Bind, ...],
+    ) -> Member:
         state, run = self._make_directories(name, slot)
         plan = LockedPlan(
             sandbox_id=name,
@@ -120,7 +136,7 @@ class Starting:
             state_dir=state,
             run_dir=run,
             slot=slot,
-            lock=self._lock(),
+            lock=replace(self._lock(), binds=binds),
         )
         running = await self._containers.start(plan)
         files = self._containers.group_files(name)
@@ -185,26 +201,29 @@ class Starting:
 
     # The end
 
-    async def end(self, member: Member) -> None:
-        """End it and remove everything of it. What cannot be removed now is logged, and keeps its slot."""
+    async def end(self, member: Member) -> bool:
+        """End it and remove everything of it; whether all is gone. What cannot be removed now is logged, and keeps its
+        slot.
+        """
         _let_go(member)
         try:
             await self._containers.stop(member.handle, grace_s=0)
         except OpenDSecError as error:
             log.warning("fncall_container_not_ended", extra={"fields": {"name": member.name, "reason": str(error)}})
-            return
-        await self._forget(SandboxId(member.name), member.slot)
+            return False
+        return await self._forget(SandboxId(member.name), member.slot)
 
-    async def _forget(self, name: SandboxId, slot: int) -> None:
+    async def _forget(self, name: SandboxId, slot: int) -> bool:
         try:
             await self._destroy(name, slot)
         except OpenDSecError as error:
             log.warning("fncall_container_not_removed", extra={"fields": {"name": name, "reason": str(error)}})
-            return
+            return False
         for directory in (self._root / name, self._run / name):
             with suppress(FileNotFoundError):
                 shutil.rmtree(directory)
         self._slots.give_back(slot)
+        return True
 
     async def _destroy(self, name: SandboxId, slot: int) -> None:
         await self._containers.destroy(

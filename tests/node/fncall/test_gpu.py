@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import contextlib
 import json
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from tests.node.fncall.places import Ground
 
-from opendsec.errors import UnsupportedError
+from opendsec.errors import NodeError, UnsupportedError
 from opendsec.fncall.engine import Engine
 from opendsec.fncall.gpu import GpuDesk, GpuInstance, GpuInventory
+from opendsec.linux.mount import mountinfo
 from opendsec.model.fncall import FnCallResult, FnCallSpec, GpuMode, GpuRequest, TaskType
 
 pytestmark = [
@@ -91,6 +94,46 @@ async def test_what_a_cpu_call_compiled_runs_on_a_gpu_and_functions_stay_warm(pl
         )
         results: list[FnCallResult] = [await engine.call(function, project="default") for _ in range(3)]
         assert [json.loads(result.value or "null") for result in results] == [["MIG-0", True]] * 3
+
+
+async def test_nodes_and_libraries_are_there_for_its_holder_alone(place: Ground, tmp_path: Path) -> None:
+    library = tmp_path / "libcuda.so.1"
+    library.write_text("the driver's")
+    tmp_path.chmod(0o755)
+    # A stand-in for the driver's nodes: this one can be opened everywhere.
+    instance = GpuInstance(
+        uuid="MIG-GPU-1/2/3", devices=("/dev/fuse",), mounts=((str(library), "/usr/lib/nvidia/libcuda.so.1"),)
+    )
+    desk = GpuDesk(GpuInventory(instances=(instance,)))
+    engine = Engine(settings=place.settings(), containers=place.containers, images=place.store, gpus=desk)
+    code = (
+        "import os\nprint(sorted(os.listdir('/dev')))\nos.close(os.open('/dev/fuse', os.O_RDWR))\n"
+        "print(open('/usr/lib/nvidia/libcuda.so.1').read())\nopen('/dev/null', 'w').write('x')\n"
+    )
+    await engine.open()
+    try:
+        with_gpu = await engine.call(FnCallSpec(code=code, gpu=SHARED), project="default")
+        without = await engine.call(FnCallSpec(code=code), project="default")
+    finally:
+        await engine.close()
+    assert with_gpu.ok, with_gpu.stderr
+    listed, _, library_said = with_gpu.stdout.partition("\n")
+    assert set(ast.literal_eval(listed)) == {*ast.literal_eval(without.stdout.splitlines()[0]), "fuse"}
+    assert library_said == "the driver's\n"
+    assert "FileNotFoundError" in without.stderr
+    assert not [entry for entry in mountinfo() if "MIG-GPU-1" in entry.target]
+
+
+async def test_a_device_that_has_gone_is_named(place: Ground) -> None:
+    desk = GpuDesk(GpuInventory(instances=(GpuInstance(uuid="GPU-1", devices=("/dev/nvidia-none",)),)))
+    engine = Engine(settings=place.settings(), containers=place.containers, images=place.store, gpus=desk)
+    await engine.open()
+    try:
+        with pytest.raises(NodeError, match="nvidia-none"):
+            await engine.call(FnCallSpec(code="1", gpu=SHARED), project="default")
+        assert desk.leases == ()
+    finally:
+        await engine.close()
 
 
 async def test_without_a_gpu_it_is_refused_by_name(place: Ground) -> None:
