@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -18,6 +19,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from opendsec import errors
+from opendsec.host.backends_here import Verdict, verdicts, vm_answers
 from opendsec.host.firecracker_commands import firecracker
 from opendsec.host.kernel_commands import guest_kernel
 from opendsec.linux import launch, probe
@@ -70,15 +72,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
     """Say what this host can do, and why not. Exit status 1 when container sandboxes cannot run here."""
     state_dir = Path(os.environ.get("OPENDSEC_STATE_DIR", STATE_DIR))
     store = image_store(os.environ.get(SETTING, ""), state_dir)
-    answers = [*probe.probe_all(state_dir=state_dir), native_programs(), guest_kernel(), firecracker()]
+    answers = [*probe.probe_all(state_dir=state_dir), native_programs()]
+    answers += [*vm_answers(state_dir), guest_kernel(), firecracker()]
     answers += [store] if store else []
     needed = {*probe.CONTAINER_NEEDS, "native"}
     broken = [answer.name for answer in answers if not answer.ok and answer.name in needed]
     if as_json:
         items = [asdict(answer) | {"needed": answer.name in needed} for answer in answers]
-        print(json.dumps({"container": not broken, "answers": items}))
+        backends = {one.backend.value: asdict(one) | {"ok": one.ok} for one in verdicts(answers)}
+        print(json.dumps({"container": not broken, "backends": backends, "answers": items}))
     else:
         _show(answers, needed, broken)
+        _show_backends(verdicts(answers))
     raise typer.Exit(1 if broken else 0)
 
 
@@ -96,3 +101,13 @@ def _show(answers: list[probe.Answer], needed: set[str], broken: list[str]) -> N
     lacking = [answer.name for answer in answers if not answer.ok]
     extra = f" Worth a look: {', '.join(lacking)}." if lacking else ""
     console.print(f"Container sandboxes run here.{extra}")
+
+
+def _show_backends(found: Sequence[Verdict]) -> None:
+    table = Table("", "", "", box=None, pad_edge=False, show_header=False)
+    for one in found:
+        mark = "[red]NO[/]" if not one.ok else "[yellow]yes[/]" if one.degraded else "[green]yes[/]"
+        table.add_row(mark, one.backend.value, escape(one.sentence))
+    console = Console(highlight=False)
+    console.print("\nBackends:")
+    console.print(table)

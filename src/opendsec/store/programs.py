@@ -31,6 +31,7 @@ PACKAGES = {
     "zstd": "zstd",
     "skopeo": "skopeo",
     "qemu-img": "qemu-utils",
+    "qemu-system-x86_64": "qemu-system-x86",
     "prlimit": "util-linux",
     "setpriv": "util-linux",
     "unshare": "util-linux",
