@@ -54,9 +54,7 @@ Beside = Annotated[
 @app.command("run")
 def run(
     program: Program,
-    words: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the program.")
-    ] = None,
+    words: Annotated[list[str] | None, typer.Argument(metavar="ARGUMENT", help="Arguments of the program.")] = None,
     language: Language = None,
     image: Image = "",
     stdin: Annotated[
