@@ -128,7 +128,7 @@ class Artifacts:
             with (self._directory / key).open("rb") as file:
                 header = json.loads(file.readline(_HEADER_BYTES))
                 files = {name: file.read(size) for name, size in header["files"]}
-        except (FileNotFoundError, ValueError):
+        except (FileNotFoundError, ValueError, KeyError, TypeError):  # damaged
             return None
         if any(len(files[name]) != size for name, size in header["files"]):
             return None

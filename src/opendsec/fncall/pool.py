@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from opendsec.errors import CapacityError, NodeError, OpenDSecError
@@ -42,7 +42,7 @@ class _Line:
 
     @property
     def demand(self) -> int:
-        return sum(1 for each in self.waiting if not each.done())
+        return len(self.waiting)
 
     @property
     def is_over(self) -> bool:
@@ -130,6 +130,8 @@ class Pools:
         try:
             return await future
         except asyncio.CancelledError:
+            with suppress(ValueError):
+                line.waiting.remove(future)
             if future.done() and not future.cancelled() and future.exception() is None:
                 self._give_back(future.result())
             raise

@@ -1,0 +1,25 @@
+"""What the host and the image's Python must agree on."""
+
+from __future__ import annotations
+
+import ast
+import sys
+
+from opendsec.fncall import box, inside, inside_frames, zygote
+
+
+def test_both_sides_have_the_same_frames() -> None:
+    assert inside.REQUEST.format == inside_frames.REQUEST.format
+    assert inside.REPLY.format == inside_frames.REPLY.format
+    assert inside.ASK_KILLS == inside_frames.ASK_KILLS
+    assert (inside.WORK, inside.USER_ID) == (box.WORK, box.USER_ID)
+
+
+def test_an_old_python_can_run_it() -> None:
+    """An image's may be of 2018: no newer grammar, nothing but the standard library."""
+    tree = ast.parse(zygote.SOURCE, feature_version=(3, 7))
+    modules = {
+        name.name.split(".")[0] for node in ast.walk(tree) if isinstance(node, ast.Import) for name in node.names
+    }
+    assert modules <= set(sys.stdlib_module_names)
+    assert len(zygote.SOURCE.encode()) < 128 * 1024, "one argument of execve"
