@@ -131,6 +131,8 @@ class Calls:
             pause = min(pause * 2, _LONGEST_PAUSE_S)
 
     async def _ordered(self, gpu: bool) -> tuple[str, ...]:
+        if len(self._edges.links) == 1:
+            return tuple(self._edges.links)
         views = await self._edges.views()
         if not views:
             raise refusal({})
