@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shutil
@@ -201,7 +202,7 @@ def _take(template: Path, base: Path, disk: Path) -> None:
         try:
             os.link(path, base / path.name)
         except OSError as error:
-            if error.errno not in NO_LINKS:
+            if error.errno not in NO_LINKS and error.errno != errno.EXDEV:
                 raise
             copy_sparse(path, base / path.name)
     copy_sparse(template / DISK, disk)
