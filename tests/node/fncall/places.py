@@ -105,6 +105,7 @@ class Ground:
     containers: ContainerBackend
     state: Path
     run: Path
+    cgroup: str
 
     def settings(self, **changes: object) -> FnCallSettings:
         """Of an engine; two containers, kept for a while."""
@@ -118,7 +119,7 @@ class Ground:
 
     async def begin_again(self) -> None:
         """As another process of the same edge would."""
-        self.containers = _containers(self.containers._layers, self.state, self.run)
+        self.containers = _containers(self.containers._layers, self.state, self.run, self.cgroup)
         await self.containers.open()
 
     @contextlib.asynccontextmanager
@@ -132,17 +133,17 @@ class Ground:
             await engine.close()
 
 
-def _containers(layers: LayerMounts, state: Path, run: Path) -> ContainerBackend:
-    return ContainerBackend(layers=layers, state_dir=state, run_dir=run / "edge", cgroup_root=CGROUP)
+def _containers(layers: LayerMounts, state: Path, run: Path, cgroup: str) -> ContainerBackend:
+    return ContainerBackend(layers=layers, state_dir=state, run_dir=run / "edge", cgroup_root=cgroup)
 
 
 @contextlib.asynccontextmanager
-async def ground(store: ImageStore, images: Iterable[Image]) -> AsyncIterator[Ground]:
+async def ground(store: ImageStore, images: Iterable[Image], *, cgroup: str = CGROUP) -> AsyncIterator[Ground]:
     """Real containers in directories and control groups of their own."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-fncall-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
     layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
-    made = Ground(store, _containers(layers, state, run), state, run)
+    made = Ground(store, _containers(layers, state, run, cgroup), state, run, cgroup)
     try:
         await made.containers.open()
         for image in images:
@@ -151,6 +152,6 @@ async def ground(store: ImageStore, images: Iterable[Image]) -> AsyncIterator[Gr
     finally:
         await made.containers.close()
         layers.unmount_all()
-        choose_driver(find_mounts(), root=CGROUP).remove_root()
+        choose_driver(find_mounts(), root=cgroup).remove_root()
         shutil.rmtree(state)
         shutil.rmtree(run)

@@ -43,9 +43,9 @@ async def engine(place: Ground) -> AsyncIterator[Engine]:
         yield engine
 
 
-def groups() -> set[str]:
+def groups(root: str = CGROUP) -> set[str]:
     """Control groups of containers for calls that are there now."""
-    driver = choose_driver(find_mounts(), root=CGROUP)
+    driver = choose_driver(find_mounts(), root=root)
     driver.open()
     try:
         return {name for name, _ in driver.names() if name.startswith("fnc-")}
@@ -303,7 +303,6 @@ import asyncio, os, sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 from tests.node.fncall import places
-places.CGROUP = {cgroup!r}
 from opendsec.store.images import ImageStore
 from opendsec.model.fncall import FnCallSpec
 
@@ -313,8 +312,7 @@ async def main():
     layers = places.LayerMounts(places.DirectLoader(store, state / "metadata"), run / "layers")
     containers = places.ContainerBackend(layers=layers, state_dir=state, run_dir=run / "edge", cgroup_root={cgroup!r})
     await containers.open()
-    engine = places.Ground(store, containers, state, run)
-    async with engine.engine() as engine:
+    async with places.Ground(store, containers, state, run, {cgroup!r}).engine() as engine:
         await engine.call(FnCallSpec(code="print(1)"), project="p")
         print("ready", flush=True)
         await engine.call(FnCallSpec(code="import time; time.sleep(600)", wall_time_s=600), project="p")
@@ -326,10 +324,11 @@ asyncio.run(main())
 async def test_what_a_killed_engine_left_is_removed(store: ImageStore) -> None:
     """An edge that dies by kill -9 leaves a container with a program in it; the next engine ends it before its first
     call."""
-    async with ground(store, [store.get("debian")]) as place:
+    cgroup = f"{CGROUP}-killed"
+    async with ground(store, [store.get("debian")], cgroup=cgroup) as place:
         text = _KILLED.format(
             path=[str(Path(__file__).parents[3]), str(Path(__file__).parents[3] / "src")],
-            cgroup=CGROUP,
+            cgroup=cgroup,
             store=str(store.layout.root),
             state=str(place.state),
             run=str(place.run),
@@ -343,10 +342,10 @@ async def test_what_a_killed_engine_left_is_removed(store: ImageStore) -> None:
                 edge.kill()
         finally:
             await place.begin_again()
-        assert len(groups()) == 1
+        assert len(groups(cgroup)) == 1
         async with place.engine() as engine:
             assert engine.removed == 1
-            assert groups() == set()
+            assert groups(cgroup) == set()
             assert (await engine.call(FnCallSpec(code="print(1)"), project="p")).status is CallStatus.OK
 
 
