@@ -357,7 +357,7 @@ async def record(backend: ContainerBackend, layers: Layers, bench: Bench, comman
     assert profile is not None
     meta, data = bench.store.blob_path(layer.mounted.digest), bench.store.data_path(layer.data.digest)
     place = DirectoryFiles(target)
-    keep_profile(profile, meta, data, place, place)
+    keep_profile(profile, layer, meta, data, store=place, local=place)
 
 
 # ── the bench itself ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -152,7 +152,7 @@ def _keep(layer: Layer, profile: Profile) -> None:
         data = place_of(run_dir, state).files / name
     else:
         meta, data = root / blob_name(layer.mounted.digest), root / data_name(layer.data.digest)
-    keep_profile(profile, meta, data, store, DirectoryFiles(state / "cache"))
+    keep_profile(profile, layer, meta, data, store=store, local=DirectoryFiles(state / "cache"))
 
 
 def not_recorded(status: int, chunks: int) -> str:

@@ -58,6 +58,11 @@ def metadata_name(layer_digest: str) -> str:
     return f"profiles/{hex_of(layer_digest)}.meta"
 
 
+def is_metadata_packed(layer: Layer) -> bool:
+    """Whether it pays to have a layer's metadata compressed as well."""
+    return layer.data is not None and LEAST_METADATA_BYTES <= layer.mounted.size_bytes <= MOST_METADATA_BYTES
+
+
 def encode_metadata(content: bytes) -> bytes:
     """The bytes of that file."""
     return zlib.compress(content, _LEVEL)
@@ -69,7 +74,7 @@ def read_metadata(files: StoreFiles, layer: Layer) -> bytes | None:
     OSError when the store does not answer.
     """
     size = layer.mounted.size_bytes
-    if not LEAST_METADATA_BYTES <= size <= MOST_METADATA_BYTES:
+    if not is_metadata_packed(layer):
         return None
     try:
         stream = files.read_whole(metadata_name(layer.digest), most=size)

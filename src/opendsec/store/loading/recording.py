@@ -22,7 +22,7 @@ from pathlib import Path
 from opendsec.linux.page_cache import extents, resident_parts
 from opendsec.model.image import Layer
 from opendsec.store.chunks import CHUNK_BYTES, chunk_count
-from opendsec.store.loading.packs import encode_metadata, encode_pack, metadata_name, pack_name
+from opendsec.store.loading.packs import encode_metadata, encode_pack, is_metadata_packed, metadata_name, pack_name
 from opendsec.store.loading.profiles import MOST_CHUNKS, MOST_PARTS, FileRead, Profile, encode_profile, profile_name
 from opendsec.store.loading.sources import StoreFiles
 
@@ -126,14 +126,17 @@ def profile_of(layer: Layer, found: Sequence[Found], *, command: str = "", now: 
     )
 
 
-def keep_profile(profile: Profile, meta: Path, data: Path, store: StoreFiles, local: StoreFiles) -> StoreFiles:
-    """Write a profile, its pack and the layer's metadata, compressed, to the store; the profile alone to this node
+def keep_profile(
+    profile: Profile, layer: Layer, meta: Path, data: Path, *, store: StoreFiles, local: StoreFiles
+) -> StoreFiles:
+    """Write a layer's profile, its pack and metadata, compressed, to the store; the profile alone to this node
     where the store takes no writes. Returns which of them has it.
 
     `meta`, `data`: what the layer is mounted from. OSError when they cannot be read, or nothing can be written.
     """
     try:
-        store.write(metadata_name(profile.layer), encode_metadata(meta.read_bytes()))
+        if is_metadata_packed(layer):
+            store.write(metadata_name(profile.layer), encode_metadata(meta.read_bytes()))
         store.write(pack_name(profile.layer), _pack(profile, data))
         store.write(profile_name(profile.layer), encode_profile(profile))
     except OSError as error:  # read-only, full or gone: advice can wait

@@ -308,7 +308,7 @@ class Starts:
                 os.close(fd)
             if profile is None or files.data is None:
                 return
-            place = keep_profile(profile, files.meta, files.data, self._store, self._local)
+            place = keep_profile(profile, start.layer, files.meta, files.data, store=self._store, local=self._local)
         except OSError as error:
             log.warning("not_recorded", extra={"fields": {"layer": start.layer.digest, "why": str(error)}})
         else:

@@ -24,7 +24,7 @@ from opendsec.store.chunks import check_table, file_digest, make_table
 from opendsec.store.compose import split_reference
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layout import layer_files, manifest_file
-from opendsec.store.loading.packs import metadata_name, pack_name
+from opendsec.store.loading.packs import encode_metadata, is_metadata_packed, metadata_name, pack_name
 from opendsec.store.loading.profiles import MOST_BYTES, profile_name
 from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.sources import ObjectFiles, StoreFiles, is_remote, open_files
@@ -232,12 +232,23 @@ def _check_file(store: ImageStore, layer: Layer, file: str) -> None:
 
 
 def _bring_profile(store: ImageStore, files: StoreFiles, layer: Layer) -> None:
+    """And metadata compressed, also of a layer that has no profile: it is read first, and as a whole."""
+    if is_metadata_packed(layer) and not _has_file(files, metadata_name(layer.digest)):
+        files.write(metadata_name(layer.digest), encode_metadata(store.blob_path(layer.mounted.digest).read_bytes()))
     path = store.root / profile_name(layer.digest)
     if path.is_file() and path.stat().st_size <= MOST_BYTES:
-        for name in (metadata_name(layer.digest), pack_name(layer.digest)):
-            if (store.root / name).is_file():
-                files.write(name, (store.root / name).read_bytes())
+        pack = store.root / pack_name(layer.digest)
+        if pack.is_file():
+            files.write(pack_name(layer.digest), pack.read_bytes())
         files.write(profile_name(layer.digest), path.read_bytes())
+
+
+def _has_file(files: StoreFiles, name: str) -> bool:
+    try:
+        files.read(name, 0, 1)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _damaged(layer: Layer) -> DigestMismatchError:

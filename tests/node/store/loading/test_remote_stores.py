@@ -24,6 +24,7 @@ from opendsec.model.image import ImageConfig, LayerRole
 from opendsec.store.compose import pinned
 from opendsec.store.images import ImageStore
 from opendsec.store.layers import make_layer
+from opendsec.store.loading import packs
 from opendsec.store.loading.reading import GIVEN_UP_S
 from opendsec.store.loading.remote import RemoteStore
 from opendsec.store.loading.sources import data_name, open_files, table_name
@@ -152,6 +153,7 @@ def test_s3(
 ) -> None:
     image = make_image(store, "team/one", files=20)
     expected = truth(store, image, disk)
+    monkeypatch.setattr(packs, "LEAST_METADATA_BYTES", 1)
     for key, value in s3.items():
         monkeypatch.setenv(key, value)
     done = sync_images(store, ["team/one"], "s3://images/stores/a")
@@ -161,6 +163,7 @@ def test_s3(
     remote = RemoteStore(open_files("s3://images/stores/a"))
     assert remote.names() == ["team/one"]
     assert remote.get("team/one") == image
+    assert packs.read_metadata(remote.files, image.layers[0]) is not None
     shutil.rmtree(store.root / "data")
     node = start_node("s3://images/stores/a", **s3)
     with node.mounts() as layers:

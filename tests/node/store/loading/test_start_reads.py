@@ -15,6 +15,7 @@ from tests.node.store.loading.servers import web_server
 
 from opendsec.model.image import Image, Layer
 from opendsec.store.images import ImageStore
+from opendsec.store.loading import packs
 from opendsec.store.loading.base import LayerFiles
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.loading.packs import metadata_name, pack_name
@@ -26,7 +27,14 @@ from opendsec.store.mounts import LayerMounts
 
 pytestmark = [pytest.mark.root, pytest.mark.erofs]
 
+
 NAMES = ("d1/f1", "d2/f2", "d3/f3")
+
+
+@pytest.fixture(autouse=True)
+def all_metadata_is_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also that of small images."""
+    monkeypatch.setattr(packs, "LEAST_METADATA_BYTES", 1)
 
 
 class FarLoader(DirectLoader):
@@ -90,6 +98,7 @@ def test_the_next_node_asks_for_nothing_after_it_is_ready(
         with second.mounts() as layers:
             fd = start_of(layers, image)
             before = second.ask("status")
+            assert web.seen["blobs"] == 0, "metadata comes compressed"
             assert web.seen["data"] == 0, "all of it comes from the pack"
             web.everything, web.faults = True, ["500"]
             read_a_little(fd)
