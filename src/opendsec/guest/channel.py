@@ -130,7 +130,7 @@ class Channel(MachineCalls, FileCalls, Guest):
         return running
 
     def _on_hello(self, frame_id: int, _: int, payload: memoryview) -> None:
-        if frame_id or self._greeted is None or self._greeted.done() or self.agent:
+        if frame_id or self._greeted is None:
             raise FieldError("HELLO that nobody waits for")
         caps: list[str] = []
         fields = {}
@@ -140,10 +140,14 @@ class Channel(MachineCalls, FileCalls, Guest):
                 caps.append(protocol.bytes_to_text(data))
         if protocol.unsigned(fields, protocol.T_VERSION) != protocol.VERSION:
             raise FieldError("another version of the guest protocol")
-        self.boot_id = fields.get(protocol.T_BOOT_ID, b"")
+        boot_id = fields.get(protocol.T_BOOT_ID, b"")
+        if self.agent and not (boot_id == self.boot_id and "machine" in self.capabilities):
+            raise FieldError("HELLO that nobody waits for")
+        self.boot_id = boot_id
         self.capabilities = frozenset(caps)
         self.agent = protocol.text(fields, protocol.T_AGENT)
-        self._greeted.set_result(None)
+        if not self._greeted.done():  # a serial port also brings the answer to a host that was here before
+            self._greeted.set_result(None)
 
     def _on_started(self, frame_id: int, _: int, payload: memoryview) -> None:
         fields = protocol.unpack_fields(payload)

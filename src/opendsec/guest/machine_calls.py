@@ -15,6 +15,9 @@ from opendsec.guest.machine import GuestSetup, GuestUsage, Identity
 from opendsec.guest.machine_fields import ENTROPY_BYTES, encode_identity, encode_setup
 from opendsec.guest.protocol import pack_fields
 
+_SOON_S, _MOST_TRIES = 0.1, 3
+"""The clock is late by the way there: a guest that is slow at first is told once more."""
+
 
 class MachineCalls(ABC):
     """Mixed into Channel."""
@@ -33,8 +36,12 @@ class MachineCalls(ABC):
         await self._answered_call(protocol.SETUP, fields)
 
     async def renew(self, identity: Identity) -> None:
-        fields = encode_identity(identity, clock_ns=time.time_ns(), entropy=os.urandom(ENTROPY_BYTES))
-        await self._answered_call(protocol.RENEW, fields)
+        for _ in range(_MOST_TRIES):
+            began = time.monotonic()
+            fields = encode_identity(identity, clock_ns=time.time_ns(), entropy=os.urandom(ENTROPY_BYTES))
+            await self._answered_call(protocol.RENEW, fields)
+            if time.monotonic() - began < _SOON_S:
+                return
 
     async def _answered_call(self, frame_type: int, fields: bytes) -> None:
         with self._call(frame_type, fields) as call:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.guest.agents import Shell
-from tests.node.vm.guests import Machine, make_image, new_machine
+from tests.node.vm.guests import SETUP, Machine, make_image, new_machine
 
 from opendsec.guest.channel import Channel
 
@@ -32,15 +32,16 @@ def machine(tmp_path_factory: pytest.TempPathFactory, guest_images: Path) -> Ite
 @pytest.fixture
 async def channel(machine: Machine) -> AsyncIterator[Channel]:
     """A connection to the guest, which is ready."""
-    from tests.node.vm.guests import SETUP
-
     made = await machine.channel()
     if "ready" not in made.capabilities:
         await made.setup(SETUP)
     yield made
-    for command in await made.list_commands():
-        await made.kill(command.id, 0)
-    await made.aclose()
+    if machine.process.poll() is not None:
+        return
+    last = await machine.channel() if made.closed else made
+    for command in await last.list_commands():
+        await last.kill(command.id, 0)
+    await last.aclose()
 
 
 _ids = iter(range(1000, 1 << 30, 1000))
