@@ -29,11 +29,12 @@ from opendsec.errors import HostCapabilityError, SnapshotInvalidError, StartErro
 from opendsec.linux import process
 from opendsec.vm import firecracker_saved
 from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vmm
-from opendsec.vm.firecracker_api import Api, ApiError
+from opendsec.vm.firecracker_api import ApiError
 from opendsec.vm.firecracker_machine import UFFD_SOCKET, VSOCK, FirecrackerVm, Record, clear
+from opendsec.vm.firecracker_saved import Saved
 from opendsec.vm.firecracker_start import Programs, Reach, find_by_identifier
 from opendsec.vm.firecracker_starting import Starting
-from opendsec.vm.guest_setup import firecracker_serial
+from opendsec.vm.guest_setup import VSOCK_PORT, command_line, firecracker_serial
 from opendsec.vm.remote import is_remote
 from opendsec.vm.userfault import READ_S
 from opendsec.vm.userfault_client import MemoryServer
@@ -111,8 +112,7 @@ class FirecrackerVmm(Vmm):
         with tempfile.TemporaryDirectory(dir=self._run_dir, prefix="probe-") as directory:
             try:
                 async with self._starting(nothing, Place(directory=Path(directory)), []) as starting:
-                    async with Api(starting.address) as api:
-                        await api.put("balloon", _BALLOON)
+                    await starting.api.put("balloon", _BALLOON)
                     raise _AskedError  # noqa: TRY301
             except _AskedError:
                 return True
@@ -137,6 +137,9 @@ class FirecrackerVmm(Vmm):
             raise _unusable(f"Firecracker {version} is not supported: 1.12 and later versions of 1 are")
         return version
 
+    def command_line(self) -> str:
+        return command_line(vsock_port=VSOCK_PORT, console="ttyS0", accelerator=self.binding.accelerator)
+
     def serial_of(self, drive: Drive) -> str:
         return firecracker_serial(drive.path)
 
@@ -147,9 +150,8 @@ class FirecrackerVmm(Vmm):
             *_drive_reaches(spec),
         ]
         async with self._starting(spec, place, reaches) as starting:
-            async with Api(starting.address) as api:
-                for path, body in self._boot_calls(spec):
-                    await api.put(path, body)
+            for path, body in self._boot_calls(spec):
+                await starting.api.put(path, body)
             return starting.finished()
 
     def _starting(self, spec: MachineSpec, place: Place, reaches: list[Reach]) -> Starting:
@@ -183,8 +185,7 @@ class FirecrackerVmm(Vmm):
         return calls
 
     async def restore(self, saved: Path, spec: MachineSpec, place: Place, *, paused: bool = False) -> FirecrackerVm:
-        found = await asyncio.to_thread(firecracker_saved.check, saved, self.binding, spec)
-        late = len(found.layers) > 1 or await asyncio.to_thread(self._remote, saved)
+        found, late = await asyncio.to_thread(self._check, saved, spec)
         reaches = [Reach(name="snapshot/state", path=found.state), *_drive_reaches(spec)]
         if not late:
             reaches.append(Reach(name="snapshot/mem", path=found.layers[0]))
@@ -198,12 +199,16 @@ class FirecrackerVmm(Vmm):
             body |= {"enable_diff_snapshots": True, "resume_vm": not paused}
             if spec.card is not None:
                 body["network_overrides"] = [{"iface_id": "eth0", "host_dev_name": spec.card.tap}]
-            async with Api(starting.address) as api:
-                try:
-                    await api.put("snapshot/load", body)
-                except ApiError as error:
-                    raise _load_error(saved, error) from error
+            try:
+                await starting.api.put("snapshot/load", body)
+            except ApiError as error:
+                raise _load_error(saved, error) from error
             return starting.finished()
+
+    def _check(self, saved: Path, spec: MachineSpec) -> tuple[Saved, bool]:
+        """The saved files, and whether memory comes page by page. Blocking."""
+        found = firecracker_saved.check(saved, self.binding, spec)
+        return found, len(found.layers) > 1 or self._remote(saved)
 
     async def find(self, place: Place) -> FirecrackerVm | None:
         record = Record.read(place.directory)

@@ -29,7 +29,7 @@ from opendsec.linux.process import ProcessIdentity
 from opendsec.vm import firecracker_saved, sparse
 from opendsec.vm.base import Binding, MachineSpec, Vm
 from opendsec.vm.firecracker_api import Api, ApiError, ApiGoneError
-from opendsec.vm.firecracker_saved import MEMORY, STATE, FileIdentity, Shape
+from opendsec.vm.firecracker_saved import MEMORY, STATE, Changes, FileIdentity, Shape
 from opendsec.vm.firecracker_start import (
     API_SOCKET,
     CONSOLE_BYTES,
@@ -52,7 +52,8 @@ GONE_S: Final = 30.0
 SAVE_S: Final = 60.0
 SAVE_MIB_A_SECOND: Final = 4.0
 """A save may take a minute and as long as this slow a disk needs."""
-_RETRY_S: Final = 0.01
+_FIRST_WAIT_S: Final = 0.0005
+_MOST_WAIT_S: Final = 0.02
 _HANG_UP_S: Final = 1.0
 _GREETING_BYTES: Final = 32
 
@@ -72,7 +73,7 @@ class Record(msgspec.Struct, kw_only=True):
     host_id: int
     shape: Shape
     pid: int = 0
-    """0: it is being started."""
+    """0: it is being started, and is found by its identifier."""
     start_ticks: int = 0
     running: bool = False
     """It came up."""
@@ -104,10 +105,10 @@ class Record(msgspec.Struct, kw_only=True):
     def claim(self, directory: Path) -> None:
         """Write it where none is yet. Raises StartError when a machine lives there, or its remains lie there."""
         try:
-            (directory / RECORD).open("xb").close()
+            with (directory / RECORD).open("xb") as file:
+                file.write(msgspec.json.encode(self))
         except FileExistsError:
             raise StartError(f"{directory} belongs to a machine already", retryable=False) from None
-        self.write(directory)
 
     def root(self, directory: Path) -> Path:
         """Where the VMM's relative names begin."""
@@ -135,6 +136,7 @@ class FirecrackerVm(Vm):
         self._pidfd = pidfd
         self._binding = binding
         self._saving = asyncio.Lock()
+        self._older: Changes | None = _changes_of(record)
         self._unwatch: Callable[[], None] = lambda: None
         if record.served_by is not None:
             identity = ProcessIdentity(record.served_by.pid, record.served_by.start_ticks)
@@ -144,7 +146,7 @@ class FirecrackerVm(Vm):
 
     async def connect(self, *, timeout_s: float) -> Channel:
         deadline = time.monotonic() + timeout_s
-        why = "nothing was tried"
+        why, wait_s = "nothing was tried", _FIRST_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
             if self._ended:
                 raise GuestLostError(self._lost_sentence())
@@ -156,9 +158,15 @@ class FirecrackerVm(Vm):
                 continue
             except OSError as error:
                 why = f"the guest does not listen: {error!r}"
-                await asyncio.sleep(min(_RETRY_S, left))
+                await asyncio.sleep(min(wait_s, left))
+                wait_s = min(wait_s * 2, _MOST_WAIT_S)
                 continue
-            return await greet(sock, max(0.001, deadline - time.monotonic()))
+            try:
+                return await greet(sock, max(0.001, deadline - time.monotonic()))
+            except GuestLostError as error:
+                if process.has_ended(self._pidfd):
+                    raise GuestLostError(self._lost_sentence()) from error
+                raise
         raise GuestLostError(f"no guest agent within {timeout_s:g} seconds: {why}")
 
     async def _dial(self) -> socket.socket:
@@ -169,12 +177,7 @@ class FirecrackerVm(Vm):
             sock.setblocking(False)
             await loop.sock_connect(sock, os.fspath(self._root / VSOCK))
             await loop.sock_sendall(sock, b"CONNECT %d\n" % VSOCK_PORT)
-            greeting = b""
-            while not greeting.endswith(b"\n"):
-                part = await loop.sock_recv(sock, 1)  # not one byte of what comes after it
-                greeting += part
-                if not part or len(greeting) > _GREETING_BYTES:
-                    break
+            greeting = await _line(sock)
             if not (greeting.startswith(b"OK ") and greeting.endswith(b"\n")):
                 raise ConnectionRefusedError(f"Firecracker answered {greeting!r}")  # noqa: TRY301
         except BaseException:
@@ -201,7 +204,7 @@ class FirecrackerVm(Vm):
 
     async def _set_state(self, state: str) -> None:
         try:
-            async with Api(os.fspath(self._root / API_SOCKET)) as api:
+            async with Api(self._root / API_SOCKET) as api:
                 await api.patch("vm", {"state": state})
         except (ApiError, ApiGoneError) as error:
             raise await self._failed(error) from error
@@ -226,15 +229,18 @@ class FirecrackerVm(Vm):
             record.certain = False  # until all of it has gone well
             record.write(self._directory)
             await self._create(target, "Diff" if only_changes else "Full")
-            older = tuple(Path(one.path) for one in record.memory) if only_changes else ()
-            record.memory = await asyncio.to_thread(self._complete, target, older, whole)
+            base = record.memory[-1].path if only_changes and record.memory else ""
+            record.memory = await asyncio.to_thread(self._complete, target, base, whole)
         except OSError as error:
             raise self._save_error(target, str(error), full=error.errno in sparse.FULL) from error
         record.certain = True
         record.write(self._directory)
 
     def _may_save_changes(self, target: Path) -> bool:
-        return all(one.is_there() for one in self._record.memory) and sparse.reports_holes(target)
+        memory = self._record.memory
+        if memory and not memory[-1].is_there():
+            return False
+        return (len(memory) < 2 or self._older is not None) and sparse.reports_holes(target)
 
     async def _create(self, target: Path, kind: str) -> None:
         names = {"snapshot_path": str(target / STATE), "mem_file_path": str(target / MEMORY)}
@@ -244,7 +250,7 @@ class FirecrackerVm(Vm):
             await in_own_thread(lambda: mount_for_saving(self.pid, target))
         try:
             limit = SAVE_S + self._record.shape.memory_mib / SAVE_MIB_A_SECOND
-            async with Api(os.fspath(self._root / API_SOCKET)) as api:
+            async with Api(self._root / API_SOCKET) as api:
                 await api.put("snapshot/create", {"snapshot_type": kind, **names}, timeout_s=limit)
         except ApiError as error:
             raise self._save_error(target, error.fault, full="os error 28" in error.fault) from error
@@ -256,17 +262,22 @@ class FirecrackerVm(Vm):
                     await in_own_thread(lambda: unmount_after_saving(self.pid))
                 os.chown(target, 0, 0)
 
-    def _complete(self, target: Path, older: tuple[Path, ...], whole: bool) -> list[FileIdentity]:
+    def _complete(self, target: Path, base: str, whole: bool) -> list[FileIdentity]:
         """Make what Firecracker wrote a saved machine; what its memory is in. Blocking. Raises OSError."""
-        base = firecracker_saved.merge_changes(target / MEMORY, older)
+        memory = target / MEMORY
+        if base:
+            firecracker_saved.complete_changes(memory, self._older)
         if whole:
-            firecracker_saved.make_whole(target / MEMORY, base)
+            firecracker_saved.make_whole(memory, base)
             base = ""
         for name in (STATE, MEMORY):
             os.chown(target / name, 0, 0)
             (target / name).chmod(0o444)
         write_manifest(target, firecracker_saved.manifest(target, self._binding, self._record.shape, base=base))
-        return [FileIdentity.of(path) for path in (target / MEMORY, *((Path(base),) if base else ()))]
+        older, self._older = self._older, Changes(memory) if base else None
+        if older is not None:
+            older.close()
+        return [FileIdentity.of(path) for path in (memory, *((Path(base),) if base else ()))]
 
     def _save_error(self, target: Path, words: str, *, full: bool) -> Exception:
         if full:
@@ -298,6 +309,9 @@ class FirecrackerVm(Vm):
 
     async def release(self) -> None:
         self._unwatch()
+        if self._older is not None:
+            self._older.close()
+            self._older = None
         if self._pidfd >= 0:
             os.close(self._pidfd)
             self._pidfd = -1
@@ -330,3 +344,36 @@ class FirecrackerVm(Vm):
             with contextlib.suppress(TimeoutError):  # an API hangs up a moment before its process is gone
                 await process.wait_ended(self._pidfd, timeout_s=_HANG_UP_S)
         return self._lost() if self._ended else NodeError(f"Firecracker does not do what it is asked: {error}")
+
+
+async def _line(sock: socket.socket) -> bytes:
+    """Up to its first newline, and not one byte of what comes after it. Raises OSError."""
+    loop = asyncio.get_running_loop()
+    line = b""
+    while b"\n" not in line and len(line) < _GREETING_BYTES:
+        readable: asyncio.Future[None] = loop.create_future()
+        loop.add_reader(sock, _resolve, readable)
+        try:
+            await readable
+        finally:
+            loop.remove_reader(sock)
+        ahead = sock.recv(_GREETING_BYTES, socket.MSG_PEEK)
+        if not ahead:
+            break
+        line += sock.recv(ahead.find(b"\n") + 1 or len(ahead))
+    return line
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def _changes_of(record: Record) -> Changes | None:
+    """None also when the file is gone: the next save is whole then."""
+    if len(record.memory) < 2 or not record.memory[0].is_there():
+        return None
+    try:
+        return Changes(Path(record.memory[0].path))
+    except OSError:
+        return None

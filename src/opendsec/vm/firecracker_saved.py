@@ -2,10 +2,9 @@
 
     machine.json   as every saved machine has it (`vm.saved`)
     state          devices and processors, Firecracker's own
-    mem            guest memory: all of it, or the pages that changed since `base`, in place, the rest holes
-    base           the unchanged rest: a hard link to the memory file the machine was restored from, where that lies
-                   on the same file system (elsewhere machine.json names its path)
-    mem.pages      with `base`: one bit for each page of `mem` that changed (holes do not survive every copy)
+    mem            guest memory: all of it, or the pages that changed since the machine was restored, in place, the rest
+                   holes; machine.json names the memory file below them, which somebody else keeps
+    mem.pages      of changes: one bit for each page of `mem` that changed (holes do not survive every copy)
     mem.sums       of a `mem` saved whole: a checksum for each 64 KiB, so that a page that comes late is still believed
                    only when it is right
 
@@ -30,8 +29,8 @@ from opendsec.vm.base import Accelerator, Binding, MachineSpec
 from opendsec.vm.page_source import CHUNK, SUM_BYTES
 from opendsec.vm.saved import MANIFEST, SavedFile, SavedMachine, check_saved, checksum
 
-STATE, MEMORY, BASE, PAGES, SUMS = "state", "mem", "base", "mem.pages", "mem.sums"
-FILES: Final = (MANIFEST, f".{MANIFEST}", STATE, MEMORY, BASE, PAGES, SUMS)
+STATE, MEMORY, PAGES, SUMS = "state", "mem", "mem.pages", "mem.sums"
+FILES: Final = (MANIFEST, f".{MANIFEST}", STATE, MEMORY, PAGES, SUMS)
 
 
 class FileIdentity(msgspec.Struct, frozen=True, kw_only=True):
@@ -123,24 +122,27 @@ def manifest(directory: Path, binding: Binding, shape: Shape, *, base: str) -> S
     )
 
 
-def merge_changes(fresh: Path, older: tuple[Path, ...]) -> str:
-    """Make `fresh`, the pages that changed since the state `older` (memory files, topmost first) describes, stand on
-    one base: its path, "" when `fresh` is all there is. Blocking. Raises OSError.
+class Changes:
+    """An older file of changes, held open: its directory may be gone before the machine is saved again."""
+
+    def __init__(self, memory: Path) -> None:
+        """Raises OSError."""
+        self.pages = memory.with_name(PAGES).read_bytes()
+        self.fd = os.open(memory, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self) -> None:
+        """Let go of it."""
+        os.close(self.fd)
+
+
+def complete_changes(fresh: Path, older: Changes | None) -> None:
+    """Make `fresh`, the pages that changed since `older`, all that changed since the base of both, and write down which
+    pages those are. Blocking. Raises OSError.
     """
-    if not older:
-        return ""
     with _opened(fresh, os.O_RDWR) as target:
-        if len(older) > 1:
-            extents = sparse.mapped_extents(older[0].with_name(PAGES).read_bytes())
-            with _opened(older[0], os.O_RDONLY) as lower:
-                sparse.lay_under(lower, extents, target)
+        if older is not None:
+            sparse.lay_under(older.fd, sparse.mapped_extents(older.pages), target)
         fresh.with_name(PAGES).write_bytes(sparse.page_map(target))
-    link = fresh.with_name(BASE)
-    try:
-        os.link(older[-1], link)
-    except OSError:  # another file system, or one without links
-        return str(older[-1])
-    return str(link)
 
 
 def make_whole(memory: Path, base: str) -> None:
@@ -154,9 +156,7 @@ def make_whole(memory: Path, base: str) -> None:
         with memory.with_name(SUMS).open("xb") as sums:
             for index in range(os.fstat(target).st_size // CHUNK):
                 sums.write(_sum(os.pread(target, CHUNK, index * CHUNK)) if index in held else zero)
-    for name in (BASE, PAGES):
-        with contextlib.suppress(FileNotFoundError):
-            memory.with_name(name).unlink()
+    memory.with_name(PAGES).unlink(missing_ok=True)
 
 
 def _chunks(start: int, length: int) -> range:

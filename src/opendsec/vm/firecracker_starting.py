@@ -15,7 +15,7 @@ from typing import Final, Self
 from opendsec.errors import NodeError, StartError
 from opendsec.linux import process
 from opendsec.vm.base import Binding, MachineSpec, Place
-from opendsec.vm.firecracker_api import ApiError, ApiGoneError
+from opendsec.vm.firecracker_api import Api, ApiError, ApiGoneError
 from opendsec.vm.firecracker_machine import UFFD_SOCKET, VSOCK, FirecrackerVm, Record, ServedBy, clear
 from opendsec.vm.firecracker_saved import Saved
 from opendsec.vm.firecracker_start import (
@@ -39,7 +39,7 @@ _CONSOLE_TAIL: Final = 1000
 
 
 class Starting:
-    """`async with Starting(…) as starting:` a VMM whose API answers at `address`; then `finished()`, in the block."""
+    """`async with Starting(…) as starting:` a VMM whose `api` answers; then `finished()`, in the block."""
 
     def __init__(
         self,
@@ -65,11 +65,8 @@ class Starting:
         self._root = self.record.root(place.directory)
         self._pidfd = -1
         self._left = contextlib.ExitStack()
+        self.api = Api(self._root / API_SOCKET)
         self._vm: FirecrackerVm | None = None
-
-    @property
-    def address(self) -> str:
-        return os.fspath(self._root / API_SOCKET)
 
     async def __aenter__(self) -> Self:
         self.record.claim(self._place.directory)
@@ -79,6 +76,7 @@ class Starting:
             await self._spawn()
             await self._answers()
         except BaseException as error:
+            await self.api.__aexit__(type(error), error, None)
             await self._undo()
             self._left.close()
             _raise_start_error(error, "")
@@ -88,6 +86,7 @@ class Starting:
     async def __aexit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        await self.api.__aexit__(kind, value, trace)
         with self._left:
             if value is None:
                 return
@@ -115,25 +114,18 @@ class Starting:
         if identity is None:
             raise StartError("Firecracker ended at once")
         self.record.start_ticks = identity.start_ticks
-        self.record.write(self._place.directory)
 
     async def _answers(self) -> None:
         deadline = time.monotonic() + API_WAIT_S
         wait_s = _FIRST_WAIT_S
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
-            sock.setblocking(False)
-            while True:
-                try:
-                    sock.connect(self.address)
-                    return
-                except OSError as error:
-                    if process.has_ended(self._pidfd):
-                        words = read_console(self._console).strip()[-_CONSOLE_TAIL:]
-                        raise StartError(f"Firecracker ended before it answered: {words}") from error
-                    if time.monotonic() > deadline:
-                        raise StartError(f"Firecracker does not answer within {API_WAIT_S:g} seconds") from error
-                await asyncio.sleep(wait_s)
-                wait_s = min(wait_s * 1.5, _MOST_WAIT_S)
+        while not self.api.connects():
+            if process.has_ended(self._pidfd):
+                words = read_console(self._console).strip()[-_CONSOLE_TAIL:]
+                raise StartError(f"Firecracker ended before it answered: {words}")
+            if time.monotonic() > deadline:
+                raise StartError(f"Firecracker does not answer within {API_WAIT_S:g} seconds")
+            await asyncio.sleep(wait_s)
+            wait_s = min(wait_s * 1.5, _MOST_WAIT_S)
 
     async def serve_memory(self, saved: Saved) -> None:
         """Have the memory server wait for it at its socket. Raises OSError."""

@@ -4,6 +4,7 @@ never come back.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import Final
@@ -19,8 +20,18 @@ def is_remote(directory: Path) -> bool:
     """By the type of the file system in /proc/self/mountinfo. Blocking, but for a look at the directory no longer than
     that takes. Raises OSError.
     """
-    status = directory.stat()
-    device = f"{os.major(status.st_dev)}:{os.minor(status.st_dev)}"
+    number = directory.stat().st_dev
+    return _of_disk(number) if os.major(number) else _look(number)
+
+
+@functools.lru_cache(maxsize=64)
+def _of_disk(number: int) -> bool:
+    """Numbers of disks stay; those of file systems without one are used again."""
+    return _look(number)
+
+
+def _look(number: int) -> bool:
+    device = f"{os.major(number)}:{os.minor(number)}"
     for line in _MOUNTS.read_text(encoding="utf-8", errors="surrogateescape").splitlines():
         words = line.split()
         if words[2] == device:

@@ -58,7 +58,7 @@ def spoil(path: Path, offset: int, content: bytes) -> None:
 
 
 @pytest.mark.parametrize("host_id", [0, JAILED], ids=["root", "jailed"])
-@pytest.mark.parametrize("step", ["2", "3", "done"], ids=["pid not noted", "not said to run", "running"])
+@pytest.mark.parametrize("step", ["1", "done"], ids=["not said to run", "running"])
 async def test_an_edge_killed_during_a_start_leaves_a_machine_found_or_none(
     yard: Yard, saved: Path, step: str, host_id: int
 ) -> None:
@@ -240,8 +240,8 @@ async def test_changes_whose_base_is_gone_are_refused(yard: Yard, saved: Path) -
     await vm.pause()
     changes = yard.folder()
     await vm.save(changes)
-    (changes / "base").unlink()
-    with pytest.raises(SnapshotInvalidError, match="base"):
+    (saved / "mem").unlink()
+    with pytest.raises(SnapshotInvalidError, match="is gone"):
         await yard.vmm.restore(changes, yard.spec, yard.place())
 
 
