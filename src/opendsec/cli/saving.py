@@ -29,7 +29,7 @@ def create(sandbox_id: SandboxId, name: Name, as_json: Json = False) -> None:
         if as_json:
             print_json(made)
             return 0
-        note(f"{size(made.size_bytes)}; start from it with `opendsec run --snapshot {made.name} -- COMMAND`")
+        note(f"{size(made.disk_bytes)}; start from it with `opendsec run --snapshot {made.name} -- COMMAND`")
         print_line(made.name)
         return 0
 
@@ -50,13 +50,13 @@ def list_(
             for one in found:
                 print_line(one.name)
         else:
-            columns = ("SNAPSHOT", "BACKEND", "IMAGE", "SIZE", "MADE", "IN USE", "READ BY")
+            columns = ("SNAPSHOT", "BACKEND", "IMAGE", "ON DISK", "MADE", "IN USE", "READ BY")
             rows = [
                 (
                     one.name,
                     str(one.backend or ""),
                     one.spec.image if one.spec else one.problem,
-                    size(one.size_bytes),
+                    size(one.disk_bytes),
                     when(one.created_at) if one.created_at else "",
                     str(one.users),
                     one.binding,

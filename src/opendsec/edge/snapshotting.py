@@ -27,6 +27,7 @@ from opendsec.backends.base import Capability
 from opendsec.edge.origins import Origins, new_token
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import SandboxId
+from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import check_snapshot_name
 from opendsec.store.progress import Progress
 from opendsec.store.snapshots import Snapshot, summary_of
@@ -142,6 +143,12 @@ class Snapshotting:
         await saving.wait()
         return bases[0]
 
+    def _summary(self, snapshot: Snapshot) -> SnapshotSummary:
+        """In a thread. A base is told to nobody."""
+        if not any(file.digest for file in snapshot.files.values()):
+            return summary_of(snapshot)
+        return self._origins.published.summary(snapshot.project, snapshot.name)
+
     def _publish(self, saving: Saving, draft: Snapshot, made: Path) -> Snapshot:
         """In a thread."""
         snapshot = self._origins.published.publish(draft, made, on_progress=saving.tell)
@@ -185,9 +192,8 @@ class Snapshotting:
             draft = _draft(sandbox, saving.request.name)
             snapshot = await _whatever_happens(keep, saving, draft, directory)
         now = time.monotonic()
-        return SnapshotResult(
-            snapshot=summary_of(snapshot), saving_ms=round(took_s * 1000, 3), duration_s=round(now - began, 4)
-        )
+        summary = await asyncio.to_thread(self._summary, snapshot)
+        return SnapshotResult(snapshot=summary, saving_ms=round(took_s * 1000, 3), duration_s=round(now - began, 4))
 
 
 async def _whatever_happens(

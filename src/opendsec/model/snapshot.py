@@ -17,7 +17,9 @@ class SnapshotSummary:
     spec: SandboxSpec | None = None
     """Of its source: image, resources, network; what a sandbox that starts from it gets."""
     size_bytes: int = 0
-    """Of its files as they are read; those of memory that was never touched take no room."""
+    """Of its files as they are read."""
+    disk_bytes: int = 0
+    """Of those, what takes room: memory that was never touched does not."""
     created_at: float = 0.0
     """Unix time, seconds."""
     source: str = ""

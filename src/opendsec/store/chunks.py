@@ -23,6 +23,7 @@ CHUNK_BYTES = 65_536
 DIGEST_BYTES = 32
 _PIECE_BYTES = 256 * CHUNK_BYTES
 _THREADS = min(4, os.cpu_count() or 1)
+_ZEROS = hashlib.sha256(bytes(CHUNK_BYTES)).digest()
 
 
 def file_digest(path: Path) -> str:
@@ -37,7 +38,7 @@ def chunk_count(size_bytes: int) -> int:
 
 
 def make_table(path: Path, *, on_bytes: Callable[[int], None] = lambda _count: None) -> bytes:
-    """The table of a file. Reads on several cores: hashing leaves the interpreter's lock.
+    """The table of a file. Reads on several cores: hashing leaves the interpreter's lock. Long holes are not read.
 
     `on_bytes` is told how many bytes more are done, from the threads that read. OSError EIO when the file is cut
     meanwhile.
@@ -75,6 +76,9 @@ def chunks_of(offset: int, length: int) -> range:
 
 def _digests(fd: int, offset: int, size: int, on_bytes: Callable[[int], None]) -> bytes:
     wanted = min(_PIECE_BYTES, size - offset)
+    if _is_hole(fd, offset, wanted):
+        on_bytes(wanted)
+        return _digests_of_zeros(wanted)
     piece = b""
     while len(piece) < wanted and (more := os.pread(fd, wanted - len(piece), offset + len(piece))):
         piece += more  # A file system over a network may answer with less than was asked for.
@@ -83,6 +87,19 @@ def _digests(fd: int, offset: int, size: int, on_bytes: Callable[[int], None]) -
     digests = b"".join(hashlib.sha256(chunk).digest() for chunk in _split(piece))
     on_bytes(len(piece))
     return digests
+
+
+def _is_hole(fd: int, offset: int, length: int) -> bool:
+    """Whether the file system knows that there are only zeros: nobody needs to read them. False when it cannot tell."""
+    try:
+        return os.lseek(fd, offset, os.SEEK_DATA) >= offset + length
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data up to the end
+
+
+def _digests_of_zeros(length: int) -> bytes:
+    whole, rest = divmod(length, CHUNK_BYTES)
+    return _ZEROS * whole + (hashlib.sha256(bytes(rest)).digest() if rest else b"")
 
 
 def _split(piece: bytes) -> Iterator[memoryview]:

@@ -30,7 +30,7 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import ImageConfig, ImagePart, Layer
 from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import BackendKind, SandboxSpec, check_snapshot_name
-from opendsec.store.chunks import file_digest
+from opendsec.store.chunks import make_table, table_digest
 from opendsec.store.durable import disk_full_named, sync_directory, sync_file, write_synced
 from opendsec.store.images import ImageStore
 from opendsec.store.progress import OnProgress, Progress, quietly
@@ -46,7 +46,8 @@ class SnapshotFile:
 
     size_bytes: int
     digest: str
-    """`sha256:<hex>` of its bytes; "" where nobody but this node, and nobody for long, reads it."""
+    """`sha256:<hex>` of the table of its chunks (`opendsec.store.chunks`), so that holes need not be read; "" where
+    nobody but this node, and nobody for long, reads it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -138,9 +139,14 @@ class Snapshots:
         done = 0
         for file, fact in snapshot.files.items():
             on_progress(Progress(phase="checking the snapshot", done=done, total=snapshot.size_bytes))
-            if fact.digest and file_digest(self.path(project, name) / file) != fact.digest:
+            if fact.digest and _digest(self.path(project, name) / file) != fact.digest:
                 raise _damaged(name, f"the bytes of {file} are not what was saved")
             done += fact.size_bytes
+
+    def summary(self, project: str, name: str) -> SnapshotSummary:
+        """One of them; if it cannot be read it says why. Raises NotFoundError."""
+        check_snapshot_name(name)
+        return self._summary(project, name)
 
     def summaries(self, project: str) -> list[SnapshotSummary]:
         """Those of a project, by name; one that cannot be read says why."""
@@ -223,7 +229,9 @@ class Snapshots:
             snapshot = self.get(project, name)
         except SnapshotInvalidError as error:
             return SnapshotSummary(name=name, problem=error.message)
-        return summary_of(snapshot, users=len(self.users(project, name)))
+        files = self.path(project, name)
+        disk = sum((files / file).stat().st_blocks * 512 for file in snapshot.files)
+        return summary_of(snapshot, disk_bytes=disk, users=len(self.users(project, name)))
 
     def _read(self, place: Path, name: str) -> Snapshot:
         try:
@@ -254,7 +262,7 @@ class Snapshots:
             size = path.stat().st_size
             if self._digests:
                 sync_file(path)
-            digest = file_digest(path) if self._digests else ""
+            digest = _digest(path) if self._digests else ""
             found[str(path.relative_to(directory))] = SnapshotFile(size_bytes=size, digest=digest)
             done += size
         if self._digests:
@@ -268,13 +276,14 @@ def snapshots_of(store: ImageStore) -> Snapshots:
     return Snapshots(store.layout.snapshots, store.staging)
 
 
-def summary_of(snapshot: Snapshot, *, users: int = 0) -> SnapshotSummary:
+def summary_of(snapshot: Snapshot, *, disk_bytes: int = 0, users: int = 0) -> SnapshotSummary:
     """As the API tells it."""
     return SnapshotSummary(
         name=snapshot.name,
         backend=snapshot.backend,
         spec=snapshot.spec,
         size_bytes=snapshot.size_bytes,
+        disk_bytes=disk_bytes,
         created_at=snapshot.created_at,
         source=snapshot.source,
         binding=snapshot.binding,
@@ -350,6 +359,10 @@ def _copy_range(reader: int, writer: int, begin: int, end: int) -> None:
         if not copied:
             raise OSError(0, "the file became shorter while it was copied")
         begin += copied
+
+
+def _digest(path: Path) -> str:
+    return table_digest(make_table(path))
 
 
 def _check_size(path: Path, file: str, fact: SnapshotFile, name: str) -> None:

@@ -91,3 +91,18 @@ def test_the_chunks_that_cover_a_part(offset: int, length: int) -> None:
     covered = {at // CHUNK_BYTES for at in (offset, offset + length - 1)} if length else set()
     assert covered <= set(found)
     assert not found or (found[0] == min(covered) and found[-1] == max(covered))
+
+
+@pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, 40 * 1024 * 1024 + 5, 64 * 1024 * 1024])
+def test_holes_count_as_the_zeros_they_are(tmp_path: Path, size: int) -> None:
+    hole, zeros = tmp_path / "hole", tmp_path / "zeros"
+    with hole.open("wb") as file:
+        file.truncate(size)
+    zeros.write_bytes(bytes(size))
+    assert make_table(hole) == make_table(zeros)
+    if size > 20 * 1024 * 1024:
+        for path in (hole, zeros):
+            with path.open("r+b") as file:
+                file.seek(size - 3)
+                file.write(b"end")
+        assert make_table(hole) == make_table(zeros)

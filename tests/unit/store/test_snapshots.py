@@ -76,6 +76,7 @@ def test_what_was_published_is_found_whole(snapshots: Snapshots, tmp_path: Path)
     snapshots.verify("default", "warm")
     (line,) = snapshots.summaries("default")
     assert (line.name, line.size_bytes, line.users, line.problem) == ("warm", 6004, 0, "")
+    assert 0 < line.disk_bytes < 65536
 
 
 def test_only_root_of_the_host_may_read_them(store: ImageStore) -> None:
@@ -115,7 +116,7 @@ class Crash(BaseException):
     ("where", "what"),
     [
         ("sync_file", Crash),
-        ("file_digest", Crash),
+        ("make_table", Crash),
         ("write_synced", Crash),
         ("sync_directory", Crash),
         ("write_synced", OSError(errno.ENOSPC, "full")),
