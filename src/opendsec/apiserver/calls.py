@@ -247,11 +247,14 @@ class Calls:
         try:
             connection.begin(b"".join((head, b"content-length: %d\r\n\r\n" % len(body), body)), whole=True)
             await _check_good(link, connection)
-            rest = b""
+            asked = frozenset(indexes)
+            rest: list[bytes] = []  # of a line that is not whole; it may be some MiB
             async for chunk in connection.chunks():
-                lines = b"".join((rest, chunk, connection.at_hand())).split(b"\n")
-                rest = lines.pop()
-                await self._take_lines(run, link, lines, frozenset(indexes))
+                rest += (chunk, connection.at_hand())
+                if b"\n" in rest[-2] or b"\n" in rest[-1]:
+                    lines = b"".join(rest).split(b"\n")
+                    rest = [lines.pop()]
+                    await self._take_lines(run, link, lines, asked)
         finally:
             self._under_way[link.name] -= len(indexes)
             link.release(connection)

@@ -8,6 +8,7 @@ fails alone, with the field named as `calls[3].files`.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 
@@ -15,7 +16,7 @@ from opendsec import errors
 from opendsec.edge.requests import DEFAULT_PROJECT, project_of, timeout_of
 from opendsec.fncall.base import FnCalls
 from opendsec.model.fncall import FnCallResult, FnCallSpec
-from opendsec.model.fncall_check import check_call
+from opendsec.model.fncall_check import CASE_OUTPUT_BYTES, MAX_CALL_BYTES, check_call
 from opendsec.server.asgi import Receive, Scope, Send, read_body, request_id, send_json
 from opendsec.server.streams import send_stream, while_connected
 from opendsec.wire import codec
@@ -30,8 +31,9 @@ from opendsec.wire.contracts import (
 
 AT_ONCE = 64
 """Calls of one batch that are under way or wait in the engine."""
-BACKLOG_LINES = 32
-"""Answers that may wait for a slow reader; each may be some MiB."""
+UNSENT_BYTES = 32 * 1024 * 1024
+"""What calls of one batch that are under way or answered and not sent may have written, by their own limits: with the
+usual ones 16 are begun at once, and a slow reader takes no more memory than that."""
 ROOM_WAIT_S = 30.0
 """How long a call of a batch waits for room: its caller waits for the whole batch anyway."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 0.5
@@ -98,14 +100,15 @@ class FnCallRoutes:
     async def _lines(
         self, engine: FnCalls, calls: Sequence[bytes], indexes: Sequence[int], asked: _Asked
     ) -> AsyncGenerator[bytes]:
-        lines: asyncio.Queue[bytes] = asyncio.Queue(BACKLOG_LINES)
+        lines: asyncio.Queue[tuple[bytes, int]] = asyncio.Queue()
+        unsent = Budget(UNSENT_BYTES)
         todo = zip(indexes, calls, strict=True)
         left = len(calls)
 
         async def run() -> None:
             for index, call in todo:
-                item = await self._item(engine, index, call, asked)
-                await lines.put(codec.encode(item) + b"\n")
+                lines.put_nowait(await self._line(engine, index, call, asked, unsent))
+                await asyncio.sleep(0)  # a call that is wrong waits for nothing
 
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(run()) for _ in range(min(AT_ONCE, left))]
@@ -115,19 +118,24 @@ class FnCallRoutes:
                     while not lines.empty():
                         gathered.append(lines.get_nowait())
                     left -= len(gathered)
-                    yield b"".join(gathered)
+                    yield b"".join(line for line, _ in gathered)
+                    unsent.give_back(sum(taken for _, taken in gathered))
             finally:
                 for task in tasks:
                     task.cancel()
         yield codec.encode(FnCallItem(done=True)) + b"\n"
 
-    async def _item(self, engine: FnCalls, index: int, call: bytes, asked: _Asked) -> FnCallItem:
+    async def _line(self, engine: FnCalls, index: int, call: bytes, asked: _Asked, unsent: Budget) -> tuple[bytes, int]:
+        """The answer to one call, and what of `unsent` it holds until it is sent."""
+        taken = 0
         try:
             spec = _call_of(call, index)
-            return FnCallItem(index=index, result=await self._with_room(engine, spec, asked))
+            taken = await unsent.take(most_written(spec))
+            item = FnCallItem(index=index, result=await self._with_room(engine, spec, asked))
         except errors.OpenDSecError as exc:
             exc.request_id = asked.request_id
-            return FnCallItem(index=index, error=codec.error_fields(exc))
+            item = FnCallItem(index=index, error=codec.error_fields(exc))
+        return codec.encode(item) + b"\n", taken
 
     async def _with_room(self, engine: FnCalls, spec: FnCallSpec, asked: _Asked) -> FnCallResult:
         """The result, after waiting for room if need be."""
@@ -143,6 +151,41 @@ class FnCallRoutes:
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+
+def most_written(spec: FnCallSpec) -> int:
+    """Bytes of output and files that may be in the answer."""
+    outputs = 2 * spec.output_kb * 1024
+    cases = 2 * CASE_OUTPUT_BYTES * len(spec.cases)
+    return (cases if spec.cases else outputs) + (MAX_CALL_BYTES if spec.fetch else 0)
+
+
+class Budget:
+    """So much may be taken at once; who asks for more than all of it gets all. First come, first served."""
+
+    def __init__(self, size: int) -> None:
+        self._size = self._left = size
+        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+
+    async def take(self, wanted: int) -> int:
+        """Waits until there is so much; returns what was taken."""
+        wanted = min(wanted, self._size)
+        if self._waiting or wanted > self._left:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((wanted, future))
+            await future
+        else:
+            self._left -= wanted
+        return wanted
+
+    def give_back(self, taken: int) -> None:
+        """For those who wait. Whoever was cancelled meanwhile is passed over."""
+        self._left += taken
+        while self._waiting and (self._waiting[0][1].done() or self._waiting[0][0] <= self._left):
+            wanted, future = self._waiting.popleft()
+            if not future.done():
+                self._left -= wanted
+                future.set_result(None)
 
 
 def _call_of(call: bytes, index: int) -> FnCallSpec:

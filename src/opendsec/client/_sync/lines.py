@@ -16,13 +16,18 @@ def read_lines(
 ) -> Generator[bytes, None, None]:
     """Each complete line without its end, empty ones left out. Ends when the body ends; a last line without end is
     a cut. `most`: bytes of a line."""
-    rest = b""
+    rest: list[bytes] = []
+    size = 0
     while data := body.read(deadline=deadline, silence_s=silence_s):
-        *lines, rest = (rest + data).split(b"\n")
-        for line in lines:
-            if line.strip():
-                yield line
-        if len(rest) > most:
+        rest.append(data)
+        size += len(data)
+        if b"\n" in data:
+            *lines, last = b"".join(rest).split(b"\n")
+            rest, size = [last], len(last)
+            for line in lines:
+                if line.strip():
+                    yield line
+        if size > most:
             raise ProtocolError(f"a line of the answer is longer than {most} bytes")
-    if rest.strip():
+    if b"".join(rest).strip():
         raise TransportError("the answer was cut in the middle of a line")
