@@ -44,20 +44,14 @@ def build(work: Path, package: str, environment: Mapping[str, str], say: Say) ->
     make = [find_program("nice"), "-n19", find_program("make"), "-C", str(source), "-s", f"-j{os.cpu_count() or 1}"]
     fragment = source / "opendsec.config"
     fragment.write_text(CONFIG.read_text())
-    say("building; this takes some minutes")
     quiet = dict(environment) | {"KBUILD_BUILD_TIMESTAMP": "1970-01-01", "KBUILD_BUILD_USER": "opendsec"}
     quiet |= {"KBUILD_BUILD_HOST": "opendsec", "KCONFIG_ALLCONFIG": str(fragment)}
-    for target in ("allnoconfig", "vmlinux"):
-        run(
-            [*make, target],
-            what=f"make {target}",
-            timeout_s=BUILD_S,
-            remedy="see what the compiler said",
-            environment=quiet,
-        )
+    run([*make, "allnoconfig"], what="make allnoconfig", timeout_s=600, remedy=_SEE, environment=quiet)
     lost = unmet(CONFIG.read_text(), (source / ".config").read_text())
     if lost:
         raise ImageInvalidError(f"this source does not know, or does not allow: {', '.join(lost)}")
+    say("building; this takes some minutes")
+    run([*make, "vmlinux"], what="make vmlinux", timeout_s=BUILD_S, remedy=_SEE, environment=quiet)
     stripped = work / "vmlinux"
     strip = [find_program("objcopy"), "--strip-all", str(source / "vmlinux"), str(stripped)]
     run(strip, what="objcopy", timeout_s=300, remedy="apt-get install binutils", environment=environment)
