@@ -117,7 +117,9 @@ class Engine(FnCalls):
         words = [kind.value for kind in TaskType]
         if self._gpus is not None:
             words += ["gpu", *(["gpu_simulated"] if self._gpus.inventory.simulated else [])]
-        return BackendReport(available=True, capabilities=tuple(words), live=pools.busy + pools.waiting)
+        degraded = tuple(f"{field} of calls is not kept: no such controller" for field in self._starting.unlimited())
+        live = pools.busy + pools.waiting
+        return BackendReport(available=True, capabilities=tuple(words), live=live, degraded=degraded)
 
     async def call(self, spec: FnCallSpec, *, project: str) -> FnCallResult:
         language = languages.find(spec.language)

@@ -16,6 +16,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from opendsec.backends.base import Capability
 from opendsec.backends.container import ContainerBackend
 from opendsec.backends.container_policy import Lock, LockedPlan
 from opendsec.errors import CapacityError, InvalidSpecError, OpenDSecError, StartError
@@ -45,6 +46,7 @@ OPEN_FILES = 4096
 SYSCTLS = {"kernel/shmmni": "0", "kernel/msgmni": "0", "kernel/sem": "0 0 0 0", "fs/mqueue/queues_max": "0"}
 """No System V or POSIX queue, segment or semaphore can be made: they would outlive their process."""
 _SLOT_FILE = "slot"
+_LIMITS = {Capability.MEMORY_LIMIT: "memory_mb", Capability.PIDS_LIMIT: "processes"}
 
 
 class Slots:
@@ -112,6 +114,17 @@ class Starting:
             await asyncio.shield(self._forget(SandboxId(name), slot))
             raise
 
+    def unlimited(self) -> tuple[str, ...]:
+        """What runs are asked to keep to and this host cannot hold them to."""
+        return tuple(words for limit, words in _LIMITS.items() if limit not in self._containers.capabilities)
+
+    def _resources(self) -> Resources:
+        able = self._containers.capabilities
+        return Resources(
+            memory_limit_mb=START_MEMORY_MB if Capability.MEMORY_LIMIT in able else None,
+            pids_limit=START_PROCESSES if Capability.PIDS_LIMIT in able else None,
+        )
+
     def new_name(self) -> str:
         """Of a container."""
         return f"fnc-{self._settings.edge}-{new_token()}"
@@ -130,7 +143,7 @@ class Starting:
             sandbox_id=name,
             spec=SandboxSpec(
                 image=image.name,
-                resources=Resources(memory_limit_mb=START_MEMORY_MB, pids_limit=START_PROCESSES),
+                resources=self._resources(),
             ),
             image=image,
             state_dir=state,
