@@ -294,6 +294,12 @@ class ImageStore:
                 note_name(self.layout, name, present=True)
         return to_image(name, tag, manifest)
 
+    def check_free(self, name: str) -> None:
+        """Raises ConflictError when the name means an image: for who knows already that it will be another one."""
+        present = self._present(name, damaged_too=False)
+        if present is not None:
+            raise _taken(name, present)
+
     def _read(self, reference: str) -> tuple[Tag, bytes]:
         """A tag and its manifest. FileNotFoundError when there is no such name, or it has just lost its meaning."""
         for last in (False, True):

@@ -162,6 +162,9 @@ class _Import:
             )
         image = self._above_base(image)
         prepared = plan(self._work, self._conversions, image, role=self._request.role)
+        if prepared.start < len(image.layers) and not self._request.replace:
+            # A layer of it is new to the store, so what the name means now is another image: said before any work.
+            self._store.check_free(self._request.name)
         if pull is not None:
             pull.fetch(image, start=prepared.start)
         converted = convert(self._work, image, prepared)

@@ -199,6 +199,19 @@ def test_a_taken_name_is_a_conflict(store: ImageStore, disk: Path) -> None:
     assert len(leftovers(store)) == len({"tag", "manifest", "blob"})
 
 
+def test_a_taken_name_is_a_conflict_before_any_layer_is_unpacked(store: ImageStore, disk: Path) -> None:
+    first = imported(store, "x", str(make_layout(disk / "one", [[file("one")]])))
+    assert imported(store, "x", str(disk / "one")) == first, "the same again is no conflict"
+    other = make_layout(disk / "two", [[file("one")], [file("two")]])
+    seen: list[Progress] = []
+    with pytest.raises(ConflictError, match="'x' exists with other content"):
+        import_image(store, ImportRequest(name="x", source=parse_source(str(other))), on_progress=seen.append)
+    assert [step.phase for step in seen if "layer" in step.phase] == []
+    assert store.get("x") == first
+    request = ImportRequest(name="x", source=parse_source(str(other)), replace=True)
+    assert import_image(store, request).digest != first.digest
+
+
 def test_bad_configuration_is_refused_before_any_work(store: ImageStore, disk: Path) -> None:
     seen: list[Progress] = []
     for config in (ImageConfig(workdir="relative"), ImageConfig(env={"": "x"}), ImageConfig(env={"A=B": "x"})):
