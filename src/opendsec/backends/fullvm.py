@@ -35,6 +35,7 @@ from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
 from opendsec.backends.fullvm_ports import dial_forwarded
+from opendsec.backends.fullvm_renewal import renew
 from opendsec.backends.ground import Ground, network_of
 from opendsec.errors import (
     BackendUnavailableError,
@@ -197,6 +198,8 @@ class FullVmBackend(Backend):
                 self._live[plan.sandbox_id] = live
                 await live.machine.resume()
                 guest = await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
+                if saved is not None and live.agent:
+                    await renew(guest)
             except BaseException:
                 self._live.pop(plan.sandbox_id, None)
                 live.console.close()

@@ -56,7 +56,7 @@ def _write(output: str, png: bytes, *, as_json: bool) -> None:
     if output == "-":
         write_bytes(1, png)
         return
-    Path(output).write_bytes(1, png)
+    Path(output).write_bytes(png)
     if as_json:
         print_json({"file": output, "bytes": len(png)})
     else:

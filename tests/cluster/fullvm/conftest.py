@@ -57,9 +57,10 @@ def until(true: Callable[[], bool], what: str = "") -> None:
         time.sleep(0.05)
 
 
-def _command(environment: dict[str, str], *words: str) -> str:
+def command(environment: dict[str, str], *words: str, timeout_s: float = 120) -> str:
+    """Run `opendsec` and give its output."""
     ended = subprocess.run(
-        [sys.executable, "-m", "opendsec", *words], env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-m", "opendsec", *words], env=environment, capture_output=True, text=True, timeout=timeout_s
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return ended.stdout
@@ -84,11 +85,11 @@ def up() -> Iterator[tuple[Path, Path, dict[str, str]]]:
     }
     try:
         _import_disks(state)
-        _command(environment, "up", "-d")
+        command(environment, "up", "-d")
         try:
             yield state, run, environment
         finally:
-            _command(environment, "down")
+            command(environment, "down")
     finally:
         shutil.rmtree(state)
         shutil.rmtree(run, ignore_errors=True)

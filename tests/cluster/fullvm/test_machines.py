@@ -6,9 +6,11 @@ import os
 import signal
 import threading
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
+from PIL import Image
 from tests.boot_disk import GREEN, WHITE, YELLOW, picture, same
 from tests.cluster.fullvm.conftest import Platform, until
 
@@ -31,7 +33,8 @@ def test_it_draws_and_hears_keys_buttons_and_its_serial_line(machine: opendsec.s
     until(lambda: machine.serial.read(18) == b"xxyy")
     for button, corner in (("left", YELLOW), ("right", WHITE)):
         machine.mouse.down(button)
-        until(lambda corner=corner: same(machine.screen.screenshot(), picture(keys=15, corner=corner)))  # type: ignore[misc]
+        shown = picture(keys=15, corner=corner)
+        until(partial(_shows, machine, shown))
         machine.mouse.up(button)
         until(lambda: same(machine.screen.screenshot(), picture(keys=15, corner=GREEN)))
     machine.keyboard.press("f1")  # the guest changes its screen as it likes
@@ -52,7 +55,7 @@ def test_what_is_not_there_is_refused_by_name(platform: Platform, machine: opend
     )
     for words, call in refused:
         with pytest.raises(OpenDSecError, match=words) as caught:
-            call()  # type: ignore[no-untyped-call]
+            call()
         assert isinstance(caught.value, UnsupportedError) or "env" in words
     bad = (
         ("outside of the screen", lambda: machine.mouse.click(640, 10)),
@@ -82,6 +85,10 @@ def test_it_outlives_its_edge_and_loses_nothing_of_its_screen(platform: Platform
         assert paused.status().state is SandboxState.PAUSED
         paused.keyboard.type("e")  # wakes it
         until(lambda: paused.serial.read(5) == b"e")
+
+
+def _shows(machine: opendsec.sync.Sandbox, wanted: Image.Image) -> bool:
+    return same(machine.screen.screenshot(), wanted)
 
 
 def _pid_or_0(platform: Platform) -> int:
