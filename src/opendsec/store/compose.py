@@ -48,7 +48,6 @@ def compose(look_up: Lookup, image: str, *, workspace: str = "", toolkits: Seque
     chosen = whole.toolkits if toolkits is None else tuple(toolkits)
     _check_bottom(whole, image)
     _check_disk(whole, image, alone=not (workspace or chosen))
-    _check_disk(whole, image, alone=not (workspace or chosen))
     above = [
         *([_part(look_up, workspace, PartKind.WORKSPACE)] if workspace else []),
         *(_part(look_up, one, PartKind.TOOLKIT, asked_by="" if toolkits is not None else image) for one in chosen),
