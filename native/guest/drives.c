@@ -7,9 +7,10 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "loop.h"
 #include "machine.h"
 
-enum { WAIT_MS = 5000, STEP_MS = 5, LETTERS = 26 };
+enum { WAIT_MS = 4000, STEP_MS = 5, LETTERS = 26 };
 
 static bool by_serial(const char *name, char *path, size_t room) {
     DIR *disks = opendir("/sys/block");
@@ -52,7 +53,7 @@ static void by_number(unsigned long number, char *path, size_t room) {
 }
 
 bool drive_find(const char *name, char *path, size_t room, struct problem *problem) {
-    for (int waited = 0; waited < WAIT_MS; waited += STEP_MS) {
+    for (uint64_t end = now_ns() + WAIT_MS * 1000000ull; now_ns() < end;) {
         bool there = true;
         if (name[0] == '@') by_number(strtoul(name + 1, NULL, 10), path, room);
         else if (strncmp(name, "pmem@", 5) == 0) snprintf(path, room, "/dev/pmem%lu", strtoul(name + 5, NULL, 10));

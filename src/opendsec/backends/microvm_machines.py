@@ -20,7 +20,7 @@ from pathlib import Path
 from opendsec.backends.microvm_disk import copy_sparse, make_ext4
 from opendsec.backends.microvm_shape import MIB, OVERHEAD_MIB, Boot, Shape, identity, machine, setup, template_key
 from opendsec.backends.microvm_templates import DISK, MACHINE, Templates
-from opendsec.errors import StartError
+from opendsec.errors import HostCapabilityError, StartError
 from opendsec.guest.base import Exit, Guest, GuestError, GuestLostError, StartCommand
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.launch import GUEST_PATH
@@ -66,6 +66,12 @@ class Machines:
         """
         self._groups, self._network, self._host_id = groups, network, host_id
         kernel = await asyncio.to_thread(find_kernel, self._kernels)
+        if not kernel.facts.command_line_devices and self._vmm.binding.vmm == "qemu-microvm":
+            raise HostCapabilityError(
+                f"the guest kernel {kernel.name} finds its devices by ACPI only, which is off in QEMU's microvm machine",
+                detail={"probe": "vmkernel"},
+                remedy="opendsec kernel install, or `opendsec kernel use` one from a wheel or source",
+            )
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         initrd = await asyncio.to_thread(write_initrd, self._state_dir, agent=GUEST_PATH, modules=kernel.modules)
         self.boot = Boot(

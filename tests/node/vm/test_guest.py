@@ -115,7 +115,7 @@ async def test_running_out_of_memory_is_told_as_such(channel: Channel, shell: Sh
 async def test_a_limit_of_processes_is_told_as_such(channel: Channel, shell: Shell) -> None:
     # The outer shell stays, so that its timeout ends the tree: what an ended command leaves behind goes on.
     script = "(for i in $(seq 100); do sleep 100 & done); while :; do :; done"
-    said = await shell.run(script, timeout_ms=4000, grace_ms=0)
+    said = await shell.run(script, timeout_ms=2500, grace_ms=0)
     assert b"fork" in said.stderr
     assert channel.usage is not None
     assert channel.usage.pids_denied > 0

@@ -69,7 +69,7 @@ async def started_clone(source: Machine, folder: Path, state: Path) -> Machine:
 
 async def test_clones_of_one_memory_are_renewed_and_their_commands_go_on(machine: Machine, channel: Channel) -> None:
     shell = Shell(channel, 1)
-    command = StartCommand(script="echo before; sleep 5; echo after; exit 3", env=ENV)
+    command = StartCommand(script="echo before; sleep 1; echo after; exit 3", env=ENV)
     assert (await shell.run("echo mine >/etc/resolv.conf; echo kept >/f")).exit.exit_code == 0
     await channel.start(50, command)
     state = machine.folder / "state"
