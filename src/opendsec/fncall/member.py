@@ -64,6 +64,8 @@ class Member:
     """Why it must not be used again."""
     _limits: tuple[int, int] = (0, 0)
     _oom_kills: int = 0
+    _charged: int = 0
+    """When the run began: file pages that earlier ones have read stay until their room is needed."""
     _next_command: int = 2
     languages: dict[str, str] = field(default_factory=dict)
 
@@ -77,6 +79,7 @@ class Member:
             self.files.limit_processes(self.processes + spec.processes)
             self._limits = wanted
         self.files.reset_peak()
+        self._charged = self.files.charged_bytes() or 0
         self._oom_kills = self.files.oom_kills() or 0
 
     def command_id(self) -> int:
@@ -108,7 +111,7 @@ class Member:
     def most_memory(self) -> int | None:
         """Of the run alone, in bytes."""
         peak = self.files.peak_bytes()
-        return None if peak is None else max(0, peak - self.memory_bytes)
+        return None if peak is None else max(0, peak - self._charged)
 
     async def end_command(self, command_id: int) -> None:
         """Whatever a command has started is gone, or there is a doubt."""

@@ -72,6 +72,10 @@ class GroupFiles:
         """Seconds of all processes so far."""
         return _cpu(self._cpu)
 
+    def charged_bytes(self) -> int | None:
+        """Charged now, file pages included."""
+        return None if self._usage is None else int(os.pread(self._usage, 32, 0))
+
     def memory_bytes(self) -> int | None:
         """Charged now, file pages that could be dropped not counted."""
         if self._usage is None or self._stat is None:
