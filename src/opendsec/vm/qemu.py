@@ -127,7 +127,10 @@ class QemuVmm(Vmm):
         self._binding = Binding(vmm="qemu-microvm", version=version, accelerator=accelerator, cpu_model=model)
 
     def command_line(self) -> str:
-        return command_line(console="hvc0", accelerator=self.binding.accelerator, tsc_khz=self._tsc_khz)
+        # Emulation has no invariant counter to show, though it shows the host's: without a word the kernel counts its
+        # timer's ticks instead, and an emulated guest on a busy host loses those by the second.
+        more = () if self._tsc_khz is None else ("tsc=reliable", "clocksource=tsc")
+        return command_line(console="hvc0", accelerator=self.binding.accelerator, tsc_khz=self._tsc_khz, more=more)
 
     def serial_of(self, drive: Drive) -> str:
         """Read-only drives are partitions of one disk."""
