@@ -21,6 +21,7 @@ import struct
 import sys
 import traceback
 import types
+from collections.abc import Callable
 from typing import Any
 
 try:
@@ -38,6 +39,7 @@ WORK = "/call/work"
 USER_ID = 65534
 DESCRIPTORS = 3
 ENCODER = json.JSONEncoder(allow_nan=False)
+DECODER = json.JSONDecoder()
 
 
 def kill_all() -> bool:
@@ -79,7 +81,7 @@ def read_task(fd: int) -> dict[str, Any]:
     """What to do. Nothing of it stays in the file."""
     text = os.pread(fd, os.fstat(fd).st_size, 0)
     os.ftruncate(fd, 0)
-    task: dict[str, Any] = json.loads(text)
+    task: dict[str, Any] = DECODER.scan_once(text.decode("utf-8"), 0)[0]  # type: ignore[attr-defined]
     return task
 
 
@@ -95,7 +97,20 @@ def call(task: dict[str, Any]) -> bytes:
         import asyncio
 
         value = asyncio.run(value)
-    return ENCODER.encode(value).encode("ascii")
+    return encode(value)
+
+
+def make_encode() -> Callable[[Any], bytes]:
+    """`ENCODER.encode`, without what that writes in memory that is the fork server's: every such page is copied."""
+    make = json.encoder.c_make_encoder  # type: ignore[attr-defined]
+    if make is None:
+        return lambda value: ENCODER.encode(value).encode("ascii")
+    quote = json.encoder.encode_basestring_ascii
+    chunks = make({}, ENCODER.default, quote, None, ": ", ", ", False, False, False)
+    return lambda value: "".join(chunks(value, 0)).encode("ascii")
+
+
+encode = make_encode()
 
 
 def remember_source(code: str) -> None:
