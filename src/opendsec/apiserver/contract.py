@@ -22,6 +22,7 @@ from opendsec.model.command import CommandStatus, ExecRequest, PtySize
 from opendsec.model.file import FileStat
 from opendsec.model.fncall import FnCallResult, FnCallSpec
 from opendsec.model.node import SandboxStatus
+from opendsec.model.screen import InputRequest, ScreenSize, SerialStatus, View, ViewRequest
 from opendsec.wire import contracts as wire
 
 _ID = "/v1/sandboxes/{sandbox_id:str}"
@@ -79,6 +80,44 @@ ENDPOINTS: tuple[Endpoint, ...] = (
         body=wire.ForkRequest,
         answer=bytes,
         media_type=wire.NDJSON_MEDIA_TYPE,
+    ),
+    Endpoint(
+        method="GET",
+        path=_ID + "/screen",
+        summary="What a full VM's display shows, as PNG; its WebSocket `/screen/vnc` shows it all the time",
+        answer=bytes,
+        media_type="image/png",
+    ),
+    Endpoint(method="GET", path=_ID + "/screen/size", summary="Its size in pixels", answer=ScreenSize),
+    Endpoint(
+        method="POST",
+        path=_ID + "/screen/view",
+        summary="An address that shows it in a browser, for a while",
+        body=ViewRequest,
+        answer=View,
+        status=201,
+    ),
+    Endpoint(
+        method="POST",
+        path=_ID + "/input",
+        summary="Mouse and keyboard of a full VM; answered when all of it is done",
+        body=InputRequest,
+        answer=wire.Empty,
+    ),
+    Endpoint(
+        method="GET",
+        path=_ID + "/serial",
+        summary="What a full VM's serial console has said; the header X-OpenDSec-Offset says from where",
+        answer=bytes,
+        media_type="application/octet-stream",
+        query={"offset": int | None, "wait": float | None},
+    ),
+    Endpoint(
+        method="POST",
+        path=_ID + "/serial",
+        summary="Say something to it",
+        body=bytes,
+        answer=SerialStatus,
     ),
     Endpoint(
         method="POST",
