@@ -30,6 +30,8 @@ from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
+from opendsec.vm.base import Vmm, WantedVmm
+from opendsec.vm.chosen import ChosenVmm
 from opendsec.vm.qemu import QemuVmm
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
@@ -221,12 +223,15 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
 
 
 def microvm_backend(layers: LayerMounts, state: Path, run: Path) -> MicroVmBackend:
-    """Of QEMU, for it runs Linux everywhere; a backend that disturbs no other on this machine."""
+    """Of QEMU, for it runs Linux everywhere, or of the VMM OPENDSEC_TEST_VMM names; it disturbs no other backend."""
     network = SandboxNetwork(
         state_file=FORWARDING, prefix=IPv4Network("10.207.0.0/16"), links="odsv-", table="opendsec_contract_vm"
     )
+    vmm: Vmm = QemuVmm(state_dir=state)
+    if wanted := os.environ.get("OPENDSEC_TEST_VMM"):
+        vmm = ChosenVmm(state_dir=STATE_DIR, run_dir=run, wanted=WantedVmm(wanted))
     return MicroVmBackend(
-        vmm=QemuVmm(state_dir=state),
+        vmm=vmm,
         layers=layers,
         state_dir=state,
         run_dir=run,

@@ -176,6 +176,7 @@ class MicroVmBackend(Backend):
     async def close(self) -> None:
         for vm in self._vms.values():
             await vm.release()
+        await self._vmm.close()
         self._vms.clear()
         self._guests.clear()
         if self._may_network and self._network is not None:
@@ -439,7 +440,12 @@ class MicroVmBackend(Backend):
             yield found
         finally:
             await found.resume()
-            await self._renew(handle)
+            try:
+                await self._renew(handle)
+            except GuestLostError:  # a VMM may cut connections when it saves; whoever connects next renews it
+                guest = self._guests.get(handle.sandbox_id)
+                if guest is not None and not guest.closed:
+                    raise
 
     # ── parts ───────────────────────────────────────────────────────────────────────────────────────────────────────
 

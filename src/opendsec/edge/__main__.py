@@ -13,6 +13,8 @@ server.
     OPENDSEC_EDGE_TOKEN        bearer token the apiserver sends; needed for host:port, 16 characters or more
     OPENDSEC_EDGE_BACKENDS     comma-separated, or auto: all but the dummy, each if it works here (auto);
                                `fncall` beside `dummy` answers calls from memory
+    OPENDSEC_EDGE_VMM          what runs microVMs: firecracker, qemu, or auto: Firecracker where KVM does what it should
+                               and it is installed, else QEMU (auto)
     OPENDSEC_FNCALL_IMAGE      image of calls that name none (debian)
     OPENDSEC_FNCALL_CONTAINERS containers for calls at once (4 for each processor, 8 at least)
     OPENDSEC_GPU_INVENTORY     a file that makes up GPUs for tests of placement; unset: what the driver says
@@ -148,6 +150,7 @@ def _means(settings: EdgeSettings, store: ImageStore | RemoteStore, layers: Laye
         host_state_dir=settings.state_dir,
         run_dir=settings.run_dir / "edge" / settings.node.edge,
         ground=Ground(settings.node.state_dir, cgroup_root=settings.cgroup),
+        vmm=settings.vmm,
     )
 
 

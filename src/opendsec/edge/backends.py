@@ -14,6 +14,7 @@ from opendsec.backends.base import Backend
 from opendsec.backends.ground import Ground
 from opendsec.model.spec import BackendKind
 from opendsec.store.mounts import LayerMounts
+from opendsec.vm.base import WantedVmm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ class Means:
     """Of this edge, on a tmpfs."""
     ground: Ground
     """What the backends of one edge share: its number, and the top control group."""
+    vmm: WantedVmm = WantedVmm.AUTO
+    """What runs microVMs."""
 
 
 def _dummy(_means: Means) -> Backend:
@@ -49,10 +52,10 @@ def _container(means: Means) -> Backend:
 
 def _microvm(means: Means) -> Backend:
     from opendsec.backends.microvm import MicroVmBackend
-    from opendsec.vm.qemu import QemuVmm
+    from opendsec.vm.chosen import ChosenVmm
 
     return MicroVmBackend(
-        vmm=QemuVmm(state_dir=means.host_state_dir),
+        vmm=ChosenVmm(state_dir=means.host_state_dir, run_dir=means.run_dir, wanted=means.vmm),
         layers=means.layers,
         state_dir=means.state_dir,
         run_dir=means.run_dir,

@@ -15,6 +15,7 @@ from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
 from opendsec.server.runner import Address, parse_address
 from opendsec.store.loading.settings import LoadingSettings, read_loading
+from opendsec.vm.base import WantedVmm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +30,7 @@ class EdgeSettings:
     listen: Address
     token: str
     backends: tuple[BackendKind, ...]
+    vmm: WantedVmm
     cgroup: str | None
     node: NodeSettings
     calls: CallSettings
@@ -54,6 +56,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
         listen=address,
         token=token,
         backends=_kinds(environment.get("OPENDSEC_EDGE_BACKENDS", "auto")),
+        vmm=_vmm(environment.get("OPENDSEC_EDGE_VMM", "auto")),
         cgroup=environment.get("OPENDSEC_EDGE_CGROUP") or None,
         node=NodeSettings(
             edge=edge,
@@ -83,6 +86,13 @@ def _number(environment: Mapping[str, str], name: str, default: int, *, least: i
     if not (text.isascii() and text.isdigit() and int(text) >= least):
         raise bad_setting(name, f"{text!r} is not a number from {least} on")
     return int(text)
+
+
+def _vmm(text: str) -> WantedVmm:
+    try:
+        return WantedVmm(text)
+    except ValueError:
+        raise bad_setting("OPENDSEC_EDGE_VMM", f"{text!r} is not of {', '.join(WantedVmm)}") from None
 
 
 def _kinds(text: str) -> tuple[BackendKind, ...]:

@@ -24,6 +24,14 @@ class Accelerator(StrEnum):
     """Emulation: right, and 5 to 30 times slower."""
 
 
+class WantedVmm(StrEnum):
+    """Which VMM runs microVMs, as a node is told (`vm.chosen`)."""
+
+    AUTO = "auto"
+    FIRECRACKER = "firecracker"
+    QEMU = "qemu"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
     """One block device."""
@@ -138,6 +146,10 @@ class Vmm(ABC):
     @abstractmethod
     async def open(self) -> None:
         """Probe. Raises HostCapabilityError with the remedy: no program, no accelerator that works, ..."""
+
+    async def close(self) -> None:
+        """Let go of what `open` made. Machines stay."""
+        return
 
     def serial_of(self, drive: Drive) -> str:
         """What the guest is told to find the drive by: its name, where the driver can give it one."""

@@ -42,6 +42,8 @@ from opendsec.vm.userfault_client import MemoryServer
 OLDEST: Final = (1, 12)
 BEFORE: Final = (2, 0)
 VERSION_S: Final = 30.0
+MAX_DRIVES: Final = 14
+"""Of the 19 interrupt lines of its devices; others are for card, vsock, entropy and balloon, and one is spare."""
 GUEST_CID: Final = 3
 """Of every machine: each has a vsock of its own, which is a socket file on the host."""
 _BALLOON: Final[dict[str, object]] = {"amount_mib": 0, "deflate_on_oom": True, "free_page_reporting": True}
@@ -170,8 +172,9 @@ class FirecrackerVmm(Vmm):
         calls: list[tuple[str, dict[str, object]]] = [("boot-source", dict(source)), ("machine-config", dict(machine))]
         disk_limits = limiter(self._rates.disk_bytes, self._rates.disk_operations)
         for drive in spec.drives:
-            body = {"drive_id": drive.name, "path_on_host": f"drives/{drive.name}", "is_root_device": False}
-            calls.append((f"drives/{drive.name}", {**body, "is_read_only": drive.read_only, **disk_limits}))
+            identifier = drive.name.replace("-", "_")  # Firecracker takes no other sign
+            body = {"drive_id": identifier, "path_on_host": f"drives/{drive.name}", "is_root_device": False}
+            calls.append((f"drives/{identifier}", {**body, "is_read_only": drive.read_only, **disk_limits}))
         if spec.balloon and self._reports_free_pages:
             calls.append(("balloon", _BALLOON))
         if spec.card is not None:

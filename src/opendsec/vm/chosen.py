@@ -1,0 +1,88 @@
+"""Which VMM runs the microVMs of this node: Firecracker where KVM runs guests at the processor's speed and it is
+installed, else QEMU; or the one that is named. Decided once, by `open`; what the other one saved is refused by name.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from opendsec.errors import HostCapabilityError
+from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vm, Vmm, WantedVmm
+from opendsec.vm.firecracker import FirecrackerVmm
+from opendsec.vm.firecracker_install import INSTALL, find_programs
+from opendsec.vm.kvm import Kvm, KvmAnswer, usable_kvm
+from opendsec.vm.qemu import QemuVmm
+
+REMEMBERED = "kvm.json"
+
+
+class ChosenVmm(Vmm):
+    """`state_dir` is the platform's on this host (programs, what is known of KVM), `run_dir` the edge's own."""
+
+    def __init__(self, *, state_dir: Path, run_dir: Path, wanted: WantedVmm = WantedVmm.AUTO) -> None:
+        self._state_dir = state_dir
+        self._run_dir = run_dir
+        self._wanted = wanted
+        self._chosen: Vmm | None = None
+
+    @property
+    def vmm(self) -> Vmm:
+        """The one it is; after `open`."""
+        if self._chosen is None:
+            raise RuntimeError("the VMM is not open")
+        return self._chosen
+
+    @property
+    def binding(self) -> Binding:
+        return self.vmm.binding
+
+    async def open(self) -> None:
+        chosen, reason = await asyncio.to_thread(self._choose)
+        await chosen.open()
+        self._chosen = chosen
+        self.degraded = "; ".join(part for part in (chosen.degraded, reason) if part)
+
+    def _choose(self) -> tuple[Vmm, str]:
+        """The driver, and what would be better about another. Blocking. Raises HostCapabilityError."""
+        if self._wanted is WantedVmm.QEMU:
+            return QemuVmm(state_dir=self._state_dir), ""
+        answer = usable_kvm(self._state_dir / REMEMBERED)
+        if self._wanted is WantedVmm.FIRECRACKER:
+            _must_open(answer)
+            return self._firecracker(), ""
+        if answer.kvm is not Kvm.HARDWARE:
+            return QemuVmm(state_dir=self._state_dir), ""
+        try:
+            return self._firecracker(), ""
+        except HostCapabilityError as error:
+            reason = f"QEMU runs the machines, which cost more than Firecracker's: {error.message}; {INSTALL}"
+            return QemuVmm(state_dir=self._state_dir), reason
+
+    def _firecracker(self) -> FirecrackerVmm:
+        return FirecrackerVmm(programs=find_programs(self._state_dir), run_dir=self._run_dir)
+
+    def command_line(self) -> str:
+        return self.vmm.command_line()
+
+    def serial_of(self, drive: Drive) -> str:
+        return self.vmm.serial_of(drive)
+
+    async def boot(self, spec: MachineSpec, place: Place) -> Vm:
+        return await self.vmm.boot(spec, place)
+
+    async def restore(self, saved: Path, spec: MachineSpec, place: Place, *, paused: bool = False) -> Vm:
+        return await self.vmm.restore(saved, spec, place, paused=paused)
+
+    async def find(self, place: Place) -> Vm | None:
+        return await self.vmm.find(place)
+
+    async def close(self) -> None:
+        if self._chosen is not None:
+            await self._chosen.close()
+
+
+def _must_open(answer: KvmAnswer) -> None:
+    """Whoever names Firecracker gets it wherever KVM opens, for guests that need no operating system as well."""
+    if answer.kvm is Kvm.NONE:
+        raise HostCapabilityError(answer.sentence, detail={"probe": "kvm"}, remedy=answer.remedy)

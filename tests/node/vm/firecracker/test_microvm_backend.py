@@ -1,0 +1,158 @@
+"""The microVM backend over Firecracker, as far as a guest without an operating system goes: template, start, command,
+pause and resume with what was in memory, snapshot and a start from it, found again, and nothing left.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from ipaddress import IPv4Network
+from pathlib import Path
+
+import msgspec
+import pytest
+from tests.capabilities import STATE_DIR
+from tests.images import make_busybox_image
+from tests.node.vm.tiny_guest import run
+
+from opendsec.backends.base import Handle, Parked, Running, StartPlan
+from opendsec.backends.ground import FORWARDING, Ground
+from opendsec.backends.microvm import MicroVmBackend
+from opendsec.guest.base import Guest
+from opendsec.linux.network import SandboxNetwork
+from opendsec.model.ids import new_sandbox_id
+from opendsec.model.image import Image
+from opendsec.model.spec import BackendKind, Resources, SandboxSpec
+from opendsec.store.images import ImageStore
+from opendsec.store.loading.direct import DirectLoader
+from opendsec.store.mounts import LayerMounts
+from opendsec.vm.base import WantedVmm
+from opendsec.vm.chosen import ChosenVmm
+from opendsec.vm.kernels import KernelFacts, file_digest, kernels_directory
+
+pytestmark = [
+    pytest.mark.anyio,
+    *(getattr(pytest.mark, name) for name in ("root", "firecracker", "native", "cgroup", "erofs", "tun", "nft")),
+]
+
+
+def install_kernel(kernel: Path, state: Path) -> None:
+    """As `opendsec kernel install` leaves one."""
+    directory = kernels_directory(state) / "tiny"
+    directory.mkdir(parents=True)
+    shutil.copy(kernel, directory / "vmlinux")
+    facts = KernelFacts(name="tiny", release="0", source="a test", sha256=file_digest(kernel))
+    (directory / "kernel.json").write_bytes(msgspec.json.encode(facts))
+    (directory.parent / "default").symlink_to("tiny")
+
+
+@dataclass(slots=True)
+class Node:
+    """An edge's backend, and what it is made of."""
+
+    state: Path
+    run: Path
+    layers: LayerMounts
+    image: Image
+
+    def backend(self) -> MicroVmBackend:
+        network = SandboxNetwork(
+            state_file=FORWARDING, prefix=IPv4Network("10.206.0.0/16"), links="odsf-", table="opendsec_fc_test"
+        )
+        return MicroVmBackend(
+            vmm=ChosenVmm(state_dir=self.state, run_dir=self.run, wanted=WantedVmm.FIRECRACKER),
+            layers=self.layers,
+            state_dir=self.state,
+            run_dir=self.run,
+            kernels=self.state,
+            ground=Ground(self.state, cgroup_root=f"opendsec-fc-{os.getpid()}"),
+            network=network,
+        )
+
+    def plan(self, slot: int, *, snapshot: Path | None = None) -> StartPlan:
+        sandbox_id = new_sandbox_id("test")
+        state, place = self.state / sandbox_id, self.run / sandbox_id
+        state.mkdir(mode=0o700)
+        place.mkdir(mode=0o711)
+        resources = Resources(memory_limit_mb=128, disk_limit_mb=16)
+        spec = SandboxSpec(image=self.image.name, backend=BackendKind.MICROVM, resources=resources)
+        return StartPlan(
+            sandbox_id=sandbox_id,
+            spec=spec,
+            image=self.image,
+            state_dir=state,
+            run_dir=place,
+            slot=slot,
+            snapshot=snapshot,
+        )
+
+
+@pytest.fixture
+async def node(kernel: Path) -> AsyncIterator[Node]:
+    state = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir="/var/lib"))
+    place = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    place.chmod(0o711)
+    install_kernel(kernel, state)
+    (state / "vmm").symlink_to(STATE_DIR / "vmm")
+    store = ImageStore(state / "store")
+    made = Node(
+        state, place, LayerMounts(DirectLoader(store, state / "metadata"), place / "layers"), make_busybox_image(store)
+    )
+    yield made
+    made.layers.unmount_all()
+    shutil.rmtree(place)
+    shutil.rmtree(state)
+
+
+async def destroy(backend: MicroVmBackend, *plans: StartPlan) -> None:
+    for plan in plans:
+        await backend.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
+        assert list(plan.state_dir.iterdir()) == []
+        assert list(plan.run_dir.iterdir()) == []
+
+
+async def test_the_whole_life_of_sandboxes(node: Node) -> None:
+    backend = node.backend()
+    await backend.open()
+    plans = [node.plan(0), node.plan(1)]
+    first, second = [await backend.start(plan) for plan in plans]
+    assert first.guest is not None
+    assert second.guest is not None
+    assert await run(first.guest, 2, "fill 500 1") == (0, b"500")
+    assert await run(second.guest, 2, "fill 500 2") == (0, b"500")
+    for turn in (1, 2):  # parked, and what was in memory is there again
+        await backend.pause(first.handle)
+        assert isinstance(await backend.recover(first.handle), Parked)
+        await backend.resume(first.handle)
+        assert await run(await _guest(backend, first.handle), 2 + turn, "check 500 1") == (0, b"0")
+    target = node.state / "snapshot"
+    target.mkdir()
+    await backend.snapshot(second.handle, target)
+    assert await run(await _guest(backend, second.handle), 9, "check 500 2") == (0, b"0")
+    plans.append(node.plan(2, snapshot=target))
+    third = await backend.start(plans[-1])
+    assert third.guest is not None
+    assert await run(third.guest, 3, "check 500 2") == (0, b"0")
+    await backend.close()
+
+    again = node.backend()  # the edge was started anew
+    await again.open()
+    found = await again.recover(third.handle)
+    assert isinstance(found, Running)
+    assert found.guest is not None
+    assert await run(found.guest, 4, "check 500 2") == (0, b"0")
+    await again.stop(third.handle, grace_s=0)
+    assert await again.recover(third.handle) is None
+    for handle in (first.handle, second.handle):
+        assert isinstance(await again.recover(handle), Running)
+    await destroy(again, *plans)
+    await again.close()
+
+
+async def _guest(backend: MicroVmBackend, handle: Handle) -> Guest:
+    guest = await backend.reconnect(handle)
+    assert guest is not None
+    return guest

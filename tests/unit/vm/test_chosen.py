@@ -1,0 +1,65 @@
+"""Which VMM a node takes, by what KVM is and what is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from opendsec.edge.settings import read_settings
+from opendsec.errors import HostCapabilityError, InvalidSpecError
+from opendsec.vm import chosen
+from opendsec.vm.base import WantedVmm
+from opendsec.vm.chosen import ChosenVmm
+from opendsec.vm.firecracker import FirecrackerVmm
+from opendsec.vm.firecracker_start import Programs
+from opendsec.vm.kvm import Kvm, KvmAnswer
+from opendsec.vm.qemu import QemuVmm
+
+PROGRAMS = Programs(firecracker=Path("/f"), jailer=Path("/j"))
+
+
+@pytest.mark.parametrize(
+    ("wanted", "kvm", "installed", "kind", "degraded"),
+    [
+        (WantedVmm.AUTO, Kvm.HARDWARE, True, FirecrackerVmm, ""),
+        (WantedVmm.AUTO, Kvm.HARDWARE, False, QemuVmm, "opendsec firecracker install"),
+        (WantedVmm.AUTO, Kvm.INTERPRETED, True, QemuVmm, ""),
+        (WantedVmm.AUTO, Kvm.NONE, True, QemuVmm, ""),
+        (WantedVmm.QEMU, Kvm.HARDWARE, True, QemuVmm, ""),
+        (WantedVmm.FIRECRACKER, Kvm.HARDWARE, True, FirecrackerVmm, ""),
+        (WantedVmm.FIRECRACKER, Kvm.INTERPRETED, True, FirecrackerVmm, ""),
+    ],
+)
+def test_the_vmm_that_is_taken(
+    monkeypatch: pytest.MonkeyPatch, wanted: WantedVmm, kvm: Kvm, installed: bool, kind: type, degraded: str
+) -> None:
+    choice, reason = _choose(monkeypatch, wanted, kvm, installed=installed)
+    assert type(choice) is kind
+    assert degraded in reason
+    assert bool(degraded) == bool(reason)
+
+
+@pytest.mark.parametrize(("kvm", "installed"), [(Kvm.NONE, True), (Kvm.HARDWARE, False)])
+def test_who_names_firecracker_gets_nothing_else(monkeypatch: pytest.MonkeyPatch, kvm: Kvm, installed: bool) -> None:
+    with pytest.raises(HostCapabilityError) as caught:
+        _choose(monkeypatch, WantedVmm.FIRECRACKER, kvm, installed=installed)
+    assert caught.value.remedy
+
+
+def test_the_setting() -> None:
+    assert read_settings({}).vmm is WantedVmm.AUTO
+    assert read_settings({"OPENDSEC_EDGE_VMM": "qemu"}).vmm is WantedVmm.QEMU
+    with pytest.raises(InvalidSpecError, match="OPENDSEC_EDGE_VMM"):
+        read_settings({"OPENDSEC_EDGE_VMM": "xen"})
+
+
+def _choose(monkeypatch: pytest.MonkeyPatch, wanted: WantedVmm, kvm: Kvm, *, installed: bool) -> tuple[object, str]:
+    def find(_: Path) -> Programs:
+        if not installed:
+            raise HostCapabilityError("Firecracker is not installed", remedy="opendsec firecracker install")
+        return PROGRAMS
+
+    monkeypatch.setattr(chosen, "find_programs", find)
+    monkeypatch.setattr(chosen, "usable_kvm", lambda _: KvmAnswer(kvm=kvm, sentence="so it is", remedy="change it"))
+    return ChosenVmm(state_dir=Path("/s"), run_dir=Path("/r"), wanted=wanted)._choose()
