@@ -87,7 +87,11 @@ class _Stopping:
 
     async def stop_sandboxes(self, environment: Mapping[str, str]) -> None:
         """Starts the edge for it when it does not run and may have left some."""
-        if processes.pid_of(self.local, EDGE) is None:
+        runs = processes.pid_of(self.local, EDGE) is not None
+        if runs and not self.local.edge_socket.exists():  # its run directory was removed: nobody can talk to it
+            await processes.end(self.local, EDGE)
+            self._start_edge(environment)
+        elif not runs:
             if not may_have_sandboxes(self.local):
                 return
             self._start_edge(environment)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -243,3 +244,16 @@ def test_the_foreground_ends_with_everything_on_sigterm(machine: Machine) -> Non
         assert b"Stopped" in process.stdout.readline()
         assert process.wait(20) == 0
     assert not alive(edge)
+
+
+def test_down_finds_a_platform_whose_run_directory_was_lost(machine: Machine) -> None:
+    assert machine.opendsec("up", "-d").returncode == 0
+    with machine.client() as client:
+        assert client.post("/v1/sandboxes", json={"spec": {"image": "debian", "backend": "dummy"}}).status_code == 201
+    pids = [machine.pid(name) for name in ("supervisor", "apiserver", "edge")]
+    shutil.rmtree(machine.run_dir)
+    stopped = machine.json("down")
+    assert (stopped["processes"], stopped["failed"]) == (2, [])
+    until(lambda: not any(alive(pid) for pid in pids))
+    assert is_free(machine.port)
+    assert machine.json("down")["processes"] == 0
