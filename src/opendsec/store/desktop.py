@@ -89,7 +89,7 @@ LABEL linux
   INITRD /initrd.img
   APPEND {_KERNEL_OPTIONS}
 """
-_TOOLS = {"syslinux": "syslinux", "mformat": "mtools", "mcopy": "mtools", "sfdisk": "fdisk", "mkfs.ext4": "e2fsprogs"}
+_TOOLS = ("syslinux", "mformat", "mcopy", "sfdisk", "mkfs.ext4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,13 +153,8 @@ def build_desktop(
 
 
 def _check_tools(agent: Path) -> None:
-    for program, package in _TOOLS.items():
-        if shutil.which(program, path="/usr/sbin:/usr/bin:/sbin:/bin") is None:
-            raise HostCapabilityError(
-                f"the program {program} is not installed",
-                detail={"probe": program, "package": package},
-                remedy=f"apt-get install {package}",
-            )
+    for program in _TOOLS:
+        find_program(program)
     for file, remedy in ((MBR_CODE, "apt-get install syslinux-common"), (agent, "make -C native install")):
         if not file.is_file():
             raise HostCapabilityError(f"{file} is missing", detail={"probe": file.name}, remedy=remedy)

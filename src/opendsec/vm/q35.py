@@ -102,8 +102,9 @@ class Q35:
     ) -> Q35Machine:
         """A machine that stands still, all of it loaded. `admit` is called while its process waits at the gate.
 
-        Raises StartError, DiskFullError; nothing of it runs then.
+        Raises StartError, DiskFullError, HostCapabilityError (no swtpm, no OVMF); nothing of it runs then.
         """
+        check_parts(spec)
         await self._prepare(spec, places)
         reader, writer = os.pipe2(os.O_CLOEXEC)
         try:
@@ -158,6 +159,20 @@ class Q35:
         """A machine an earlier process started. None: it is gone."""
         pidfd = process.open_process(identity)
         return None if pidfd is None else Q35Machine(identity.pid, pidfd, directory)
+
+
+def check_parts(spec: Q35Spec) -> None:
+    """Raises HostCapabilityError when this host lacks what the machine is made of, beside QEMU."""
+    if spec.machine.tpm:
+        find_program("swtpm")
+    if spec.machine.firmware is Firmware.UEFI:
+        for path in (q35_line.UEFI_CODE, q35_line.UEFI_VARIABLES):
+            if not Path(path).is_file():
+                raise HostCapabilityError(
+                    f"there is no UEFI firmware: {path} is missing",
+                    detail={"probe": "ovmf"},
+                    remedy="apt-get install ovmf",
+                )
 
 
 def _make_files(spec: Q35Spec, places: Places) -> None:
