@@ -32,10 +32,9 @@ from opendsec.backends.container_policy import host_root
 from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.ground import Ground, network_of
-from opendsec.backends.microvm_disk import copy_sparse
-from opendsec.backends.microvm_machines import Machines, addresses
+from opendsec.backends.microvm_machines import Machines, addresses, copy_disks
 from opendsec.backends.microvm_shape import Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
-from opendsec.backends.microvm_templates import DISK, MACHINE
+from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import (
     BackendUnavailableError,
     DiskFullError,
@@ -327,7 +326,7 @@ class MicroVmBackend(Backend):
             machine = target / MACHINE
             machine.mkdir(mode=0o700)
             await vm.save(machine, whole=True)
-            await asyncio.to_thread(copy_sparse, _state(handle) / DISK, target / DISK)
+            await asyncio.to_thread(copy_disks, _state(handle), target, kept.shape.disks)
             await asyncio.to_thread(_write_kept, target, kept)
 
     @contextlib.asynccontextmanager
@@ -459,7 +458,7 @@ class MicroVmBackend(Backend):
                 remedy="use a shorter OPENDSEC_RUN_DIR",
             )
         if not is_online(plan.spec):
-            return shape_of(plan.spec)
+            return shape_of(plan.spec, plan.image)
         if not self._may_network:
             raise UnsupportedError(
                 "network_rules: this node cannot give microVMs a network",
@@ -470,15 +469,15 @@ class MicroVmBackend(Backend):
             self._networks.addresses(plan.slot)
         except ValueError as error:
             raise StartError(f"no address is left for this sandbox: {error}", sandbox_id=plan.sandbox_id) from error
-        return shape_of(plan.spec)
+        return shape_of(plan.spec, plan.image)
 
     async def _lay_out(self, plan: StartPlan, shape: Shape, layers: Sequence[LayerFiles]) -> Kept:
         """Fill the state directory: what to restore from, a disk, and what it takes to do so again."""
-        base, disk = plan.state_dir / BASE, plan.state_dir / DISK
+        base = plan.state_dir / BASE
         base.mkdir(mode=0o700)
         kept = Kept(shape=shape, image=plan.image)
         if plan.snapshot is None:
-            await self._made.take(plan.image, shape, layers, base, disk)
+            await self._made.take(plan.image, shape, layers, base)
         else:
             kept = await asyncio.to_thread(_read_kept, plan.snapshot)
             if kept.shape.online != is_online(plan.spec):
@@ -489,7 +488,7 @@ class MicroVmBackend(Backend):
                 )
             base.rmdir()
             base.symlink_to(plan.snapshot / MACHINE)
-            await asyncio.to_thread(copy_sparse, plan.snapshot / DISK, disk)
+            await asyncio.to_thread(copy_disks, plan.snapshot, plan.state_dir, kept.shape.disks)
         await asyncio.to_thread(_write_kept, plan.state_dir, kept)
         (plan.run_dir / PLACE).mkdir(mode=0o711)
         return kept
@@ -515,7 +514,7 @@ class MicroVmBackend(Backend):
         tap = self._networks.tap(slot) if online else None
         if online and not self._networks.may_be_attached(slot):
             await self._networks.attach_tap(slot)
-        spec = machine(kept.shape, self._made.boot, layers, disk=_state(handle) / DISK, tap=tap, mac=mac_of(slot))
+        spec = machine(kept.shape, self._made.boot, layers, disks=_state(handle), tap=tap, mac=mac_of(slot))
         host_id = host_root(self._machine_slot(slot))
         procs = self._groups.open_procs(handle.sandbox_id)
         try:

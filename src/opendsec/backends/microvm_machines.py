@@ -19,7 +19,7 @@ from pathlib import Path
 
 from opendsec.backends.microvm_disk import copy_sparse, make_ext4
 from opendsec.backends.microvm_shape import MIB, OVERHEAD_MIB, Boot, Shape, identity, machine, setup, template_key
-from opendsec.backends.microvm_templates import DISK, MACHINE, Templates
+from opendsec.backends.microvm_templates import MACHINE, Templates
 from opendsec.errors import HostCapabilityError, StartError
 from opendsec.guest.base import Exit, Guest, GuestError, GuestLostError, StartCommand
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
@@ -68,7 +68,7 @@ class Machines:
         kernel = await asyncio.to_thread(find_kernel, self._kernels)
         if not kernel.facts.command_line_devices and self._vmm.binding.vmm == "qemu-microvm":
             raise HostCapabilityError(
-                f"the guest kernel {kernel.name} finds its devices by ACPI only, which is off in QEMU's microvm machine",
+                f"the guest kernel {kernel.name} finds devices by ACPI only, which is off in QEMU's microvm machine",
                 detail={"probe": "vmkernel"},
                 remedy="opendsec kernel install, or `opendsec kernel use` one from a wheel or source",
             )
@@ -90,8 +90,8 @@ class Machines:
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def take(self, image: Image, shape: Shape, layers: Sequence[LayerFiles], base: Path, disk: Path) -> None:
-        """Link a template's files into `base`, an empty directory, and copy its disk to `disk`, a new file.
+    async def take(self, image: Image, shape: Shape, layers: Sequence[LayerFiles], base: Path) -> None:
+        """Link a template's files into `base`, an empty directory, and copy its disks beside it.
 
         Raises StartError, DiskFullError, OSError.
         """
@@ -103,9 +103,9 @@ class Machines:
         while True:
             template = await self._templates.get(key, make)
             try:
-                await asyncio.to_thread(_take, template, base, disk)
+                await asyncio.to_thread(_take, template, base, shape.disks)
             except FileNotFoundError:  # evicted meanwhile
-                await asyncio.to_thread(_undo, base, disk)
+                await asyncio.to_thread(_undo, base, shape.disks)
             else:
                 return
 
@@ -126,9 +126,10 @@ class Machines:
         directory = self._run_dir / name
         directory.mkdir(mode=0o711)
         try:
-            await make_ext4(work / DISK, size_bytes=shape.disk_mib * MIB)
+            for disk in shape.disks:
+                await make_ext4(work / disk, size_bytes=shape.disk_mib * MIB)
             async with self._tap(shape) as tap, self._group(name, shape) as procs:
-                spec = machine(shape, self.boot, layers, disk=work / DISK, tap=tap, mac="02:0d:5e:ff:ff:ff")
+                spec = machine(shape, self.boot, layers, disks=work, tap=tap, mac="02:0d:5e:ff:ff:ff")
                 place = Place(directory=directory, cgroup_procs=procs, host_id=self._host_id)
                 vm = await self._vmm.boot(spec, place)
                 try:
@@ -203,7 +204,7 @@ async def _save(vm: Vm, target: Path) -> None:
     await vm.save(target, whole=True)
 
 
-def _take(template: Path, base: Path, disk: Path) -> None:
+def _take(template: Path, base: Path, disks: Sequence[str]) -> None:
     for path in sorted((template / MACHINE).iterdir()):
         try:
             os.link(path, base / path.name)
@@ -211,13 +212,18 @@ def _take(template: Path, base: Path, disk: Path) -> None:
             if error.errno not in NO_LINKS and error.errno != errno.EXDEV:
                 raise
             copy_sparse(path, base / path.name)
-    copy_sparse(template / DISK, disk)
+    copy_disks(template, base.parent, disks)
 
 
-def _undo(base: Path, disk: Path) -> None:
-    for path in base.iterdir():
-        path.unlink()
-    disk.unlink(missing_ok=True)
+def copy_disks(source: Path, target: Path, disks: Sequence[str]) -> None:
+    """The files of these names. Raises as `copy_sparse`."""
+    for name in disks:
+        copy_sparse(source / name, target / name)
+
+
+def _undo(base: Path, disks: Sequence[str]) -> None:
+    for path in (*base.iterdir(), *(base.parent / name for name in disks)):
+        path.unlink(missing_ok=True)
 
 
 def _said(directory: Path) -> str:

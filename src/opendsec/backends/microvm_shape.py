@@ -18,10 +18,10 @@ from pathlib import Path
 import msgspec
 
 from opendsec.errors import InvalidSpecError
-from opendsec.guest.machine import GuestSetup, Identity, RootLayer
+from opendsec.guest.machine import ExtraDisk, GuestSetup, Identity, RootLayer
 from opendsec.linux.cgroup import CgroupLimits
 from opendsec.model.image import Image
-from opendsec.model.spec import SandboxSpec
+from opendsec.model.spec import SandboxSpec, check_path
 from opendsec.store.loading.base import LayerFiles
 from opendsec.vm.base import Accelerator, Binding, Card, Drive, MachineSpec
 
@@ -31,7 +31,10 @@ DEFAULT_DISK_MIB = 4096
 MAX_CPUS = 32
 OVERHEAD_MIB = {Accelerator.KVM: 96, Accelerator.TCG: 224}
 """What a VMM may use beside the guest's memory: measured 10 to 30 MiB, and under emulation the translated code."""
-WRITABLE = "disk"
+WRITABLE, DISK = "disk", "disk.img"
+DATA_DRIVE, DATA = "data", "data.img"
+DATA_LABEL = "opendsec.data-disk"
+"""Label of an image: where a disk of its own is mounted, for what cannot lie on an overlay (Docker's data root)."""
 HOST_NAME = "sandbox"
 
 
@@ -45,6 +48,13 @@ class Shape:
     pids: int
     """0: no limit."""
     online: bool
+    data_disk: str = ""
+    """Mount point of a second disk; "": there is none."""
+
+    @property
+    def disks(self) -> tuple[str, ...]:
+        """Files of its writable disks, in the order of their drives."""
+        return (DISK, DATA) if self.data_disk else (DISK,)
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,8 +74,11 @@ class Boot:
     command_line: str
 
 
-def shape_of(spec: SandboxSpec) -> Shape:
+def shape_of(spec: SandboxSpec, image: Image) -> Shape:
     """The shape of what was asked for. Raises InvalidSpecError naming the field."""
+    data_disk = image.config.labels.get(DATA_LABEL, "")
+    if data_disk:
+        check_path(data_disk, f"the image's label {DATA_LABEL}")
     wanted = spec.resources
     memory = wanted.memory_limit_mb or DEFAULT_MEMORY_MIB
     if memory < MIN_MEMORY_MIB:
@@ -84,6 +97,7 @@ def shape_of(spec: SandboxSpec) -> Shape:
         disk_mib=wanted.disk_limit_mb or DEFAULT_DISK_MIB,
         pids=wanted.pids_limit or 0,
         online=is_online(spec),
+        data_disk=data_disk,
     )
 
 
@@ -106,15 +120,16 @@ def template_key(image: Image, shape: Shape, boot: Boot, binding: Binding) -> st
 
 
 def machine(
-    shape: Shape, boot: Boot, layers: Sequence[LayerFiles], *, disk: Path, tap: str | None, mac: str
+    shape: Shape, boot: Boot, layers: Sequence[LayerFiles], *, disks: Path, tap: str | None, mac: str
 ) -> MachineSpec:
-    """The machine; `layers` lowest first."""
+    """The machine; `layers` lowest first, `disks` the directory of its writable ones."""
     drives: list[Drive] = []
     for number, files in enumerate(layers):
         drives.append(Drive(name=f"l{number}-meta", path=files.meta))
         if files.data is not None:
             drives.append(Drive(name=f"l{number}-data", path=files.data))
-    drives.append(Drive(name=WRITABLE, path=disk, read_only=False))
+    for name, file in zip((WRITABLE, DATA_DRIVE), shape.disks, strict=False):
+        drives.append(Drive(name=name, path=disks / file, read_only=False))
     return MachineSpec(
         kernel=boot.kernel,
         initrd=boot.initrd,
@@ -134,6 +149,7 @@ def setup(shape: Shape, layers: Sequence[LayerFiles], serials: dict[str, str], i
             for number, files in enumerate(layers)
         ),
         writable=serials[WRITABLE],
+        disks=(ExtraDisk(drive=serials[DATA_DRIVE], mount_point=shape.data_disk),) if shape.data_disk else (),
         pids_limit=shape.pids,
         identity=identity,
     )

@@ -1,7 +1,7 @@
 """Machines that were booted once and are copied ever after: memory, devices and disk of a sandbox nobody has used yet.
 
     <root>/<key>/machine/   what `Vm.save` wrote
-    <root>/<key>/disk.img   its writable disk at that moment
+    <root>/<key>/disk.img   its writable disk at that moment (and data.img, a second one)
     <root>/.new-…           one that is being made; removed by the next `open`
 
 The key names everything a restored machine depends on, so a template is never wrong, only old. Who starts from one
@@ -22,7 +22,7 @@ from pathlib import Path
 from opendsec.errors import OpenDSecError
 from opendsec.store.durable import remove_tree
 
-MACHINE, DISK = "machine", "disk.img"
+MACHINE = "machine"
 MAX_TEMPLATES = 32
 MAX_BYTES = 8 * 1024**3
 _NEW = ".new-"

@@ -19,6 +19,7 @@ from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox, microvm_backen
 from opendsec.backends.base import Parked, Running
 from opendsec.backends.microvm import PAUSED, PLACE, MicroVmBackend
 from opendsec.backends.microvm_disk import copy_sparse
+from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError
 from opendsec.linux import process
@@ -267,6 +268,25 @@ async def test_what_was_written_is_packed(place: Place) -> None:
                 assert (gone.st_rdev, os.path.exists(changes.tree / "etc/passwd")) == (0, False)
                 assert len(changes.lower) == 1
             assert isinstance(await box.backend.recover(box.running.handle), Parked if parked else Running)
+
+
+async def test_a_disk_for_what_cannot_lie_on_an_overlay(place: Place) -> None:
+    image = replace(
+        place.images["busybox"], config=replace(place.images["busybox"].config, labels={DATA_LABEL: "/var/lib/docker"})
+    )
+    plan = replace(place.plan(), image=image)
+    box = Sandbox(place.backend, plan, await place.backend.start(plan))
+    try:
+        kind = "awk '$2==\"/var/lib/docker\"{print $3}' /proc/mounts; cd /var/lib/docker; mkdir u w /m"
+        laid = "mount -t overlay o -o lowerdir=/etc,upperdir=u,workdir=w /m && ls /m/passwd"
+        assert (await box.run(f"{kind}; {laid}")).stdout == b"ext4\n/m/passwd\n"
+        await box.run("echo kept > /var/lib/docker/f")
+        await box.backend.pause(box.running.handle)
+        await box.backend.resume(box.running.handle)
+        await again(box)
+        assert (await box.run("cat /var/lib/docker/f")).stdout == b"kept\n"
+    finally:
+        await place.destroy(plan)
 
 
 async def test_networks_are_apart(place: Place) -> None:

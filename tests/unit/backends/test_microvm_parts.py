@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.backends.microvm_shape import Boot, identity, limits_of, shape_of, template_key
+from opendsec.backends.microvm_shape import DATA_LABEL, Boot, identity, limits_of, shape_of, template_key
 from opendsec.backends.microvm_templates import Templates
 from opendsec.errors import InvalidSpecError, StartError
 from opendsec.model.image import Image, ImageConfig
@@ -107,11 +107,11 @@ async def test_the_least_recently_used_go(tmp_path: Path, most: int, most_bytes:
 
 
 def test_shapes() -> None:
-    shape = shape_of(SandboxSpec(image="i"))
+    shape = shape_of(SandboxSpec(image="i"), IMAGE)
     assert (shape.memory_mib, shape.cpus, shape.pids, shape.online) == (256, 1, 1024, False)
     asked = Resources(memory_limit_mb=300, cpu_cores_limit=1.5, disk_limit_mb=64, pids_limit=None)
     spec = SandboxSpec(image="i", resources=asked, network_rules={"*": True})
-    shape = shape_of(spec)
+    shape = shape_of(spec, IMAGE)
     assert (shape.memory_mib, shape.cpus, shape.disk_mib, shape.pids, shape.online) == (300, 2, 64, 0, True)
     limits = limits_of(spec, shape, Accelerator.KVM)
     assert (limits.memory_bytes, limits.cpu_cores, limits.pids) == (396 << 20, 1.5, None)
@@ -123,11 +123,19 @@ def test_shapes() -> None:
 )
 def test_what_no_machine_can_have(resources: Resources, field: str) -> None:
     with pytest.raises(InvalidSpecError, match=field):
-        shape_of(SandboxSpec(image="i", resources=resources))
+        shape_of(SandboxSpec(image="i", resources=resources), IMAGE)
+
+
+def test_an_image_may_ask_for_a_disk_of_its_own() -> None:
+    labelled = replace(IMAGE, config=ImageConfig(labels={DATA_LABEL: "/var/lib/docker"}))
+    shape = shape_of(SandboxSpec(image="i"), labelled)
+    assert (shape.data_disk, shape.disks) == ("/var/lib/docker", ("disk.img", "data.img"))
+    with pytest.raises(InvalidSpecError, match=DATA_LABEL):
+        shape_of(SandboxSpec(image="i"), replace(IMAGE, config=ImageConfig(labels={DATA_LABEL: "relative"})))
 
 
 def test_a_template_is_never_wrong() -> None:
-    shape = shape_of(SandboxSpec(image="i"))
+    shape = shape_of(SandboxSpec(image="i"), IMAGE)
     keys = {
         template_key(IMAGE, shape, BOOT, BINDING),
         template_key(IMAGE, replace(shape, memory_mib=512), BOOT, BINDING),
