@@ -223,12 +223,11 @@ bool machine_frame(const struct header *header, char *payload) {
     static struct setup setup;
     struct problem problem;
     bool first = header->type == FRAME_SETUP;
-    if (header->id == 0) return false;
+    if (header->id == 0 || !setup_parse(&setup, payload, header->length)) return false;
     if (!machine_runs()) {
         error_send(header->id, "unsupported", 0, "this guest agent is not init of a virtual machine");
         return true;
     }
-    if (!setup_parse(&setup, payload, header->length)) return false;
     if (!setup_do(&setup, first, &problem)) {
         error_send(header->id, "setup", problem.error, "%s", problem.text);
         return true;

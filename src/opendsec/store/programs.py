@@ -41,6 +41,12 @@ PACKAGES = {
     "prlimit": "util-linux",
     "setpriv": "util-linux",
     "unshare": "util-linux",
+    "dpkg-deb": "dpkg",
+    "apt-get": "apt",
+    "apt-cache": "apt",
+    "objcopy": "binutils",
+    "nice": "coreutils",
+    "env": "coreutils",
 }
 """Debian and Ubuntu packages that hold the programs."""
 
