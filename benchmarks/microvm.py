@@ -27,7 +27,8 @@ from pathlib import Path
 
 from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.ground import Ground
-from opendsec.backends.microvm import PAUSED, PLACE, MicroVmBackend
+from opendsec.backends.microvm import MicroVmBackend
+from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.guest.base import Exit, Guest, Output, StartCommand
 from opendsec.linux import libc, process
 from opendsec.model.ids import new_sandbox_id

@@ -25,19 +25,30 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-import msgspec
-
 from opendsec.backends.base import Backend, Capability, Changes, Handle, Parked, Running, StartPlan, Usage
 from opendsec.backends.container_policy import host_root
-from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.ground import Ground, network_of
+from opendsec.backends.microvm_files import (
+    BASE,
+    PACKED,
+    PAUSED,
+    PLACE,
+    SAVING,
+    empty,
+    fresh,
+    has_ended,
+    not_open,
+    place_of,
+    read_kept,
+    start_error,
+    state_of,
+    write_kept,
+)
 from opendsec.backends.microvm_machines import Machines, addresses, copy_disks
 from opendsec.backends.microvm_shape import Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
 from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import (
-    BackendUnavailableError,
-    DiskFullError,
     HostCapabilityError,
     InvalidSpecError,
     NodeError,
@@ -56,14 +67,13 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind
-from opendsec.store.durable import FULL, disk_full_named, remove_tree
+from opendsec.store.durable import remove_tree
 from opendsec.store.loading.base import LayerFiles
 from opendsec.store.mounts import LayerMounts
 from opendsec.vm.base import Place, Vm, Vmm
 from opendsec.vm.qemu_line import AGENT_SOCKET
 from opendsec.vm.upper import receive_upper
 
-PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "packed", "vm.json"
 CONNECT_TIMEOUT_S = 30.0
 SETTLE_S = 0.02
 """Until the agent has seen the end of its connection; a machine saved before that only wakes more slowly."""
@@ -220,11 +230,11 @@ class MicroVmBackend(Backend):
                 limits = limits_of(plan.spec, kept.shape, self._vmm.binding.accelerator)
                 self._groups.create(plan.sandbox_id, replace(limits, cpu_cores=None), owner=0).__exit__()
                 vm = await self._restore(handle, kept, plan.state_dir / BASE, layers)
-                guest = await self._wake(handle, vm)
+                guest = await self._wake(handle, vm, runs=True)
                 self._groups.limit(plan.sandbox_id, limits)  # a tenth of a processor would make a start take seconds
         except (OSError, GuestError, GuestLostError) as error:
             await self._clear(plan)
-            raise _start_error(error, plan.sandbox_id) from error
+            raise start_error(error, plan.sandbox_id) from error
         except OpenDSecError as error:
             await self._clear(plan)
             error.sandbox_id = error.sandbox_id or plan.sandbox_id
@@ -264,7 +274,7 @@ class MicroVmBackend(Backend):
             vm = await self._find(handle)
             if vm is not None:
                 await self._end(handle, vm)
-            await asyncio.to_thread(remove_tree, _state(handle) / PAUSED)
+            await asyncio.to_thread(remove_tree, state_of(handle) / PAUSED)
 
     async def destroy(
         self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
@@ -288,7 +298,7 @@ class MicroVmBackend(Backend):
         await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
         if self._may_network and self._networks.may_be_attached(slot):
             await asyncio.to_thread(self._networks.detach, slot)
-        await asyncio.to_thread(_empty, run_dir, state_dir)
+        await asyncio.to_thread(empty, run_dir, state_dir)
         await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
 
     def usage(self, handle: Handle) -> Usage:
@@ -322,18 +332,18 @@ class MicroVmBackend(Backend):
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         async with self._turn(handle.sandbox_id), self._still(handle) as vm:
-            kept = await asyncio.to_thread(_read_kept, _state(handle))
+            kept = await asyncio.to_thread(read_kept, state_of(handle))
             machine = target / MACHINE
             machine.mkdir(mode=0o700)
             await vm.save(machine, whole=True)
-            await asyncio.to_thread(copy_disks, _state(handle), target, kept.shape.disks)
-            await asyncio.to_thread(_write_kept, target, kept)
+            await asyncio.to_thread(copy_disks, state_of(handle), target, kept.shape.disks)
+            await asyncio.to_thread(write_kept, target, kept)
 
     @contextlib.asynccontextmanager
     async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[Changes]:
         """The guest freezes its disk and sends what it has written; the tree is put together here, of its bytes."""
         lower = await self._layers.acquire_soon(image)
-        tree = _state(handle) / PACKED
+        tree = state_of(handle) / PACKED
         async with self._turn(handle.sandbox_id):
             was_parked = self._is_parked(handle)
             await asyncio.to_thread(remove_tree, tree)
@@ -373,7 +383,7 @@ class MicroVmBackend(Backend):
 
     async def _park(self, handle: Handle) -> None:
         """Save it and end its VMM; whatever fails, it goes on as it was."""
-        state = _state(handle)
+        state = state_of(handle)
         vm = await self._find(handle)
         if self._is_parked(handle):
             if vm is not None:
@@ -388,7 +398,7 @@ class MicroVmBackend(Backend):
             await asyncio.sleep(SETTLE_S)
         await vm.pause()
         try:
-            await asyncio.to_thread(_fresh, saving)
+            await asyncio.to_thread(fresh, saving)
             await vm.save(saving)
         except BaseException:
             await asyncio.to_thread(remove_tree, saving)
@@ -399,7 +409,7 @@ class MicroVmBackend(Backend):
         await self._end(handle, vm)
 
     async def _unpark(self, handle: Handle) -> None:
-        paused = _state(handle) / PAUSED
+        paused = state_of(handle) / PAUSED
         vm = await self._find(handle)
         if not self._is_parked(handle):
             if vm is None:
@@ -408,7 +418,7 @@ class MicroVmBackend(Backend):
             return
         if vm is not None:
             await self._end(handle, vm)
-        kept = await asyncio.to_thread(_read_kept, _state(handle))
+        kept = await asyncio.to_thread(read_kept, state_of(handle))
         layers = await self._layers.files_soon(kept.image)
         vm = await self._restore(handle, kept, paused, layers, paused=True)
         # From here on its disk may differ from what was saved.
@@ -421,9 +431,9 @@ class MicroVmBackend(Backend):
     @contextlib.asynccontextmanager
     async def _still(self, handle: Handle) -> AsyncIterator[Vm]:
         """The machine, standing still for the block; afterwards running, or parked, as it was."""
-        paused = _state(handle) / PAUSED
+        paused = state_of(handle) / PAUSED
         if self._is_parked(handle):
-            kept = await asyncio.to_thread(_read_kept, _state(handle))
+            kept = await asyncio.to_thread(read_kept, state_of(handle))
             layers = await self._layers.files_soon(kept.image)
             vm = await self._restore(handle, kept, paused, layers, paused=True)
             try:
@@ -479,7 +489,7 @@ class MicroVmBackend(Backend):
         if plan.snapshot is None:
             await self._made.take(plan.image, shape, layers, base)
         else:
-            kept = await asyncio.to_thread(_read_kept, plan.snapshot)
+            kept = await asyncio.to_thread(read_kept, plan.snapshot)
             if kept.shape.online != is_online(plan.spec):
                 raise SnapshotInvalidError(
                     f"the snapshot's sandbox had {'a' if kept.shape.online else 'no'} network",
@@ -489,7 +499,7 @@ class MicroVmBackend(Backend):
             base.rmdir()
             base.symlink_to(plan.snapshot / MACHINE)
             await asyncio.to_thread(copy_disks, plan.snapshot, plan.state_dir, kept.shape.disks)
-        await asyncio.to_thread(_write_kept, plan.state_dir, kept)
+        await asyncio.to_thread(write_kept, plan.state_dir, kept)
         (plan.run_dir / PLACE).mkdir(mode=0o711)
         return kept
 
@@ -514,12 +524,12 @@ class MicroVmBackend(Backend):
         tap = self._networks.tap(slot) if online else None
         if online and not self._networks.may_be_attached(slot):
             await self._networks.attach_tap(slot)
-        spec = machine(kept.shape, self._made.boot, layers, disks=_state(handle), tap=tap, mac=mac_of(slot))
+        spec = machine(kept.shape, self._made.boot, layers, disks=state_of(handle), tap=tap, mac=mac_of(slot))
         host_id = host_root(self._machine_slot(slot))
         procs = self._groups.open_procs(handle.sandbox_id)
         try:
             async with self._made.room():
-                place = Place(directory=_place(handle), cgroup_procs=procs, host_id=host_id)
+                place = Place(directory=place_of(handle), cgroup_procs=procs, host_id=host_id)
                 vm = await self._vmm.restore(saved, spec, place, paused=paused)
         finally:
             for fd in procs:
@@ -527,16 +537,17 @@ class MicroVmBackend(Backend):
         self._vms[handle.sandbox_id] = vm
         return vm
 
-    async def _wake(self, handle: Handle, vm: Vm) -> Guest:
+    async def _wake(self, handle: Handle, vm: Vm, *, runs: bool = False) -> Guest:
         """It runs, its agent answers, and it is itself. Raises GuestLostError."""
-        await vm.resume()
+        if not runs:
+            await vm.resume()
         for timeout_s in RENEW_TRIES_S:
             guest = self._guests[handle.sandbox_id] = await vm.connect(timeout_s=CONNECT_TIMEOUT_S)
             try:
                 await self._renew(handle, timeout_s=timeout_s)
             except GuestLostError:
                 # The agent may have taken a connection that had just begun for one that had just ended.
-                if timeout_s == RENEW_TRIES_S[-1] or _has_ended(vm.pid):
+                if timeout_s == RENEW_TRIES_S[-1] or has_ended(vm.pid):
                     raise
             else:
                 return guest
@@ -563,18 +574,18 @@ class MicroVmBackend(Backend):
         if handle.data["boot_id"] != self._boot_id:
             return None
         vm = self._vms.get(handle.sandbox_id)
-        if vm is not None and not _has_ended(vm.pid):
+        if vm is not None and not has_ended(vm.pid):
             return vm
         if vm is not None:
             await self._end(handle, vm)
-        vm = await self._vmm.find(Place(directory=_place(handle)))
+        vm = await self._vmm.find(Place(directory=place_of(handle)))
         if vm is not None:
             self._vms[handle.sandbox_id] = vm
         return vm
 
     def _is_parked(self, handle: Handle) -> bool:
         """A reboot ends every sandbox, also one of which nothing runs."""
-        return handle.data["boot_id"] == self._boot_id and (_state(handle) / PAUSED).is_dir()
+        return handle.data["boot_id"] == self._boot_id and (state_of(handle) / PAUSED).is_dir()
 
     async def _end(self, handle: Handle, vm: Vm) -> None:
         guest = self._guests.pop(handle.sandbox_id, None)
@@ -601,83 +612,23 @@ class MicroVmBackend(Backend):
     def _machine_slot(self, slot: int) -> int:
         """The same slot among those of all edges of this kernel."""
         if self._number is None:
-            raise _not_open()
+            raise not_open()
         return self._number.first_slot + slot
 
     @property
     def _groups(self) -> CgroupDriver:
         if self._driver is None:
-            raise _not_open()
+            raise not_open()
         return self._driver
 
     @property
     def _networks(self) -> SandboxNetwork:
         if self._network is None:
-            raise _not_open()
+            raise not_open()
         return self._network
 
     @property
     def _made(self) -> Machines:
         if self._machines is None:
-            raise _not_open()
+            raise not_open()
         return self._machines
-
-
-# ── small parts ─────────────────────────────────────────────────────────────────────────────────────────────────────
-
-
-def _not_open() -> BackendUnavailableError:
-    return BackendUnavailableError("the microVM backend is not open")
-
-
-def _state(handle: Handle) -> Path:
-    return Path(str(handle.data["state_dir"]))
-
-
-def _place(handle: Handle) -> Path:
-    return Path(str(handle.data["run_dir"])) / PLACE
-
-
-def _has_ended(pid: int) -> bool:
-    """Also when nobody has reaped it yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat[stat.rindex(b")") + 2 :][:1] in b"ZX"
-
-
-def _write_kept(directory: Path, kept: Kept) -> None:
-    with disk_full_named(directory):
-        (directory / KEPT).write_bytes(msgspec.json.encode(kept))
-
-
-def _read_kept(directory: Path) -> Kept:
-    try:
-        return msgspec.json.decode((directory / KEPT).read_bytes(), type=Kept)
-    except (OSError, msgspec.DecodeError) as error:
-        raise SnapshotInvalidError(f"{KEPT} cannot be read: {error}") from error
-
-
-def _fresh(directory: Path) -> None:
-    remove_tree(directory)
-    directory.mkdir(mode=0o700)
-
-
-def _start_error(error: OSError | GuestError | GuestLostError, sandbox_id: SandboxId) -> OpenDSecError:
-    if isinstance(error, OSError):
-        if error.errno in FULL:
-            return DiskFullError(f"no room to start a sandbox: {error}", sandbox_id=sandbox_id)
-        return StartError(f"the sandbox could not be prepared: {error}", sandbox_id=sandbox_id)
-    return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
-
-
-def _empty(*directories: Path) -> None:
-    """Remove what is in them. Blocking."""
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                remove_contents(fd)
-            finally:
-                os.close(fd)

@@ -148,9 +148,7 @@ class QemuVmm(Vmm):
         memory = Path(found.base) if found.base else saved / memory_files.MEMORY
         vm = await self._start(spec, place, memory=memory, restored=True)
         async with _ended_on_failure(vm):
-            await vm.load(saved, found)
-            if not paused:
-                await vm.resume()
+            await vm.load(saved, found, run=not paused)
         return vm
 
     async def find(self, place: Place) -> Vm | None:
@@ -244,9 +242,7 @@ class QemuVm(Vm):
 
     async def resume(self) -> None:
         await self._execute("cont")
-        if self._stderr != -1:  # nobody reads what a guest may make QEMU complain about
-            os.close(self._stderr)
-            self._stderr = -1
+        self._stop_listening()
 
     async def save(self, target: Path, *, whole: bool = False) -> None:
         record = self.record
@@ -287,8 +283,10 @@ class QemuVm(Vm):
         with disk_full_named(target):
             write_manifest(target, msgspec.structs.replace(found, card=record.card))
 
-    async def load(self, saved: Path, found: SavedMachine) -> None:
-        """Memory that differs from the file, then devices; it stands still afterwards. Raises as `Vmm.restore`."""
+    async def load(self, saved: Path, found: SavedMachine, *, run: bool) -> None:
+        """Memory that differs from the file, then devices; it stands still afterwards, or runs. Raises as
+        `Vmm.restore`.
+        """
         try:
             async with self._monitor() as qmp:  # QEMU answers once memory is mapped and devices are made
                 if found.base:
@@ -298,6 +296,9 @@ class QemuVm(Vm):
                     await qmp.give("devices", file.fileno())
                 await qmp.execute("migrate-incoming", {"uri": "fd:devices"})
                 await _loaded(qmp)
+                if run:
+                    await qmp.execute("cont")
+                    self._stop_listening()
         except SandboxLostError as error:
             raise SnapshotInvalidError(
                 f"QEMU does not take the saved devices: {words_of(self._last_words()) or error.message}",
@@ -329,6 +330,12 @@ class QemuVm(Vm):
             if fd != -1:
                 os.close(fd)
         self._pidfd = self._stderr = -1
+
+    def _stop_listening(self) -> None:
+        """Nobody reads what a running guest may make QEMU complain about."""
+        if self._stderr != -1:
+            os.close(self._stderr)
+            self._stderr = -1
 
     def _last_words(self) -> bytes:
         if self._stderr == -1:

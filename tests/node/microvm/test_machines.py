@@ -17,8 +17,9 @@ import pytest
 from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox, microvm_backend
 
 from opendsec.backends.base import Parked, Running
-from opendsec.backends.microvm import PAUSED, PLACE, MicroVmBackend
+from opendsec.backends.microvm import MicroVmBackend
 from opendsec.backends.microvm_disk import copy_sparse
+from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError

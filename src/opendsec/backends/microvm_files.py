@@ -1,0 +1,83 @@
+"""A microVM sandbox's files, process and errors: what its backend asks of them, each in a few lines."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+import msgspec
+
+from opendsec.backends.base import Handle
+from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.microvm_shape import Kept
+from opendsec.errors import BackendUnavailableError, DiskFullError, OpenDSecError, SnapshotInvalidError, StartError
+from opendsec.guest.base import GuestError, GuestLostError
+from opendsec.model.ids import SandboxId
+from opendsec.store.durable import FULL, disk_full_named, remove_tree
+
+PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "packed", "vm.json"
+
+
+def not_open() -> BackendUnavailableError:
+    """The error of whoever asks before `open`."""
+    return BackendUnavailableError("the microVM backend is not open")
+
+
+def state_of(handle: Handle) -> Path:
+    """Its state directory."""
+    return Path(str(handle.data["state_dir"]))
+
+
+def place_of(handle: Handle) -> Path:
+    """Where its VMM lives."""
+    return Path(str(handle.data["run_dir"])) / PLACE
+
+
+def has_ended(pid: int) -> bool:
+    """Also when nobody has reaped it yet."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_bytes()
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+    return stat[stat.rindex(b")") + 2 :][:1] in b"ZX"
+
+
+def write_kept(directory: Path, kept: Kept) -> None:
+    """Raises DiskFullError, OSError."""
+    with disk_full_named(directory):
+        (directory / KEPT).write_bytes(msgspec.json.encode(kept))
+
+
+def read_kept(directory: Path) -> Kept:
+    """Raises SnapshotInvalidError."""
+    try:
+        return msgspec.json.decode((directory / KEPT).read_bytes(), type=Kept)
+    except (OSError, msgspec.DecodeError) as error:
+        raise SnapshotInvalidError(f"{KEPT} cannot be read: {error}") from error
+
+
+def fresh(directory: Path) -> None:
+    """Make it anew, empty."""
+    remove_tree(directory)
+    directory.mkdir(mode=0o700)
+
+
+def start_error(error: OSError | GuestError | GuestLostError, sandbox_id: SandboxId) -> OpenDSecError:
+    """What a start that ended so tells its caller."""
+    if isinstance(error, OSError):
+        if error.errno in FULL:
+            return DiskFullError(f"no room to start a sandbox: {error}", sandbox_id=sandbox_id)
+        return StartError(f"the sandbox could not be prepared: {error}", sandbox_id=sandbox_id)
+    return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
+
+
+def empty(*directories: Path) -> None:
+    """Remove what is in them. Blocking."""
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                remove_contents(fd)
+            finally:
+                os.close(fd)
