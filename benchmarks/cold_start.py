@@ -413,7 +413,8 @@ def slow_servers(
 
 async def measure(bench: Bench, options: argparse.Namespace) -> None:
     commands = options.only.split(",")
-    arms = [arm for arm in ARMS if not options.arms or arm in ("local", "unpack", *options.arms.split(","))]
+    wanted = {"local", *(options.arms or ",".join(ARMS)).split(",")} | ({"unpack"} if options.repeat_unpack else set())
+    arms = [arm for arm in ARMS if arm in wanted and (arm != "unpack" or options.repeat_unpack)]
     with LayerMounts(DirectLoader(bench.store, bench.work / "warm"), bench.run / "warm") as warm:
         layers = Layers(warm, bench.warm.name)
         backend = ContainerBackend(
@@ -445,7 +446,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--repeat-unpack", type=int, default=1)
     parser.add_argument("--only", default="true,print,git,imports,turn", help=f"commands, of {','.join(COMMANDS)}")
-    parser.add_argument("--arms", default="", help=f"of {','.join(ARMS)}; local and unpack are added")
+    parser.add_argument("--arms", default="", help=f"of {','.join(ARMS)}; beside local and unpack")
     options = parser.parse_args()
     unified = find_mounts().unified
     if unified is None:
