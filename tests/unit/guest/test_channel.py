@@ -91,6 +91,7 @@ LIES: list[list[bytes]] = [
     [pack_frame(p.COMMAND, 1, b"")],
     [pack_frame(p.END, 0)],
     [pack_frame(p.HELLO, 0)],
+    [HELLO],
     [pack_frame(p.DATA, p.FIRST_CALL_ID + 50, b"x")],
     [pack_frame(p.START, 1)],
     [pack_frame(p.ERROR, 1, b"\1")],
@@ -301,3 +302,26 @@ async def test_a_greeting_given_up_at_the_last_moment_leaves_no_connection(monke
         async with asyncio.timeout(5):
             while await asyncio.get_running_loop().sock_recv(theirs, 65536):
                 pass
+
+
+async def test_a_second_answer_of_the_same_machine_is_taken_for_nothing() -> None:
+    def hello(boot_id: bytes, *more: str) -> bytes:
+        caps = [(p.T_CAPS, name) for name in ("machine", *more)]
+        return pack_frame(
+            p.HELLO, 0, p.pack_fields([(p.T_VERSION, 1), (p.T_AGENT, "x"), (p.T_BOOT_ID, boot_id), *caps])
+        )
+
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+    theirs.setblocking(False)
+    liar = Liar(theirs)
+    await liar.send(hello(bytes(16)), hello(bytes(16), "ready"))
+    channel = await greet(ours, 5)
+    await liar.send(pack_frame(p.USAGE, 0, p.pack_fields([(tag, 1) for tag in range(p.T_OOM_KILLS, p.T_CPU_US + 1)])))
+    await asyncio.sleep(0.05)
+    assert "ready" in channel.capabilities
+    assert channel.usage is not None
+    await liar.send(hello(b"1" * 16))
+    async with asyncio.timeout(5):
+        await channel.wait_closed()
+    theirs.close()
