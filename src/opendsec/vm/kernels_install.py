@@ -51,7 +51,7 @@ WHEEL: Final = KrunfwWheel(
     address=0x1000000,  # what krunfw_get_kernel() says of it, as are size and entry
     entry=0x1000123,
 )
-"""libkrunfw 5.6.1: Linux 6.12.113 with all that a guest needs built in, Docker's network excepted."""
+"""libkrunfw 5.6.1: Linux 6.12.113 with all that a guest needs built in."""
 
 
 def install(
