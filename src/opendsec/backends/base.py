@@ -129,7 +129,7 @@ class Backend(ABC):
     `resume` lets anything run, the saved state must not be believed any more: what runs changes the disk."""
 
     offers: frozenset[Capability] = frozenset()
-    """What it has on a host that has everything it asks for; `capabilities` is never more (docs/reference/backends.md)."""
+    """What it has on a host that has all it asks for (docs/reference/backends.md); `capabilities` is never more."""
     opens_at_leisure: bool = False
     """`open` may take seconds: an edge starts without waiting for it unless sandboxes of it live."""
 

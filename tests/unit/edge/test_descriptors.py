@@ -13,6 +13,7 @@ from opendsec.edge.settings import read_settings
     [(1_048_576, "4096", 4096), (20_000, "4096", 4096), (1024, "4096", 288), (64, "9", 1)],
 )
 def test_no_more_sandboxes_than_descriptors_allow(descriptors: int, asked: str, most: int) -> None:
-    settings = within_descriptors(read_settings({"OPENDSEC_EDGE_MAX_LIVE": asked}), descriptors)
+    given = {"OPENDSEC_EDGE_MAX_LIVE": asked, "OPENDSEC_EDGE_BACKENDS": "container"}
+    settings = within_descriptors(read_settings(given), descriptors)
     assert settings.node.limits.max_live == most
     assert within_descriptors(settings, 1_048_576) == settings
