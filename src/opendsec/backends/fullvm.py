@@ -105,6 +105,7 @@ class FullVmBackend(Backend):
     platform's on this host."""
 
     kind = BackendKind.FULLVM
+    opens_at_leisure = True
     offers = frozenset({*_ALWAYS, *_OF_AGENT, *_LIMITS.values(), Capability.NETWORK})
 
     def __init__(
