@@ -20,6 +20,7 @@ import asyncio
 import contextlib
 import os
 import secrets
+import time
 from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -67,8 +68,10 @@ from opendsec.vm.q35_saved import Saved, check_saved, describe, read_saved, writ
 
 MIB = 1024 * 1024
 DEFAULT_SCREEN = (1280, 800)
-AGENT_TIMEOUT_S = 300.0
+AGENT_TIMEOUT_S = 900.0
 """For a whole system to boot, emulated and on a busy host."""
+GREETING_S, AGAIN_S = 20.0, 0.2
+"""How long one greeting is given, and the pause before the next."""
 GONE_TIMEOUT_S = 20.0
 THREADS = 512
 """Threads of one QEMU at most."""
@@ -418,7 +421,7 @@ class FullVmBackend(Backend):
             live.guest = None
         if live.agent:
             path = Path(str(handle.data["run"])) / AGENT_SOCKET
-            live.guest = await _unless_ended(live.machine, connect(path, timeout_s))
+            live.guest = await _unless_ended(live.machine, _greeted(path, timeout_s))
         else:
 
             async def dial(port: int) -> GuestStream:
@@ -435,6 +438,18 @@ def _spec_of(handle: Handle) -> Q35Spec:
 def _new_mac() -> str:
     """Of QEMU's range. Networks are one for each machine, so it need not be anybody else's."""
     return "52:54:00:" + ":".join(f"{byte:02x}" for byte in secrets.token_bytes(3))
+
+
+async def _greeted(path: Path, timeout_s: float) -> Guest:
+    """Greet again and again: an agent that is started anew knows nothing of what was said to the one before."""
+    end = time.monotonic() + timeout_s
+    while True:
+        try:
+            return await connect(path, min(GREETING_S, timeout_s))
+        except GuestLostError:
+            if time.monotonic() > end:
+                raise
+        await asyncio.sleep(AGAIN_S)
 
 
 async def _unless_ended(machine: Q35Machine, connecting: Coroutine[Any, Any, Guest]) -> Guest:
