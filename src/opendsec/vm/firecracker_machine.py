@@ -153,20 +153,18 @@ class FirecrackerVm(Vm):
             try:
                 async with asyncio.timeout(left):
                     sock = await self._dial()
+                return await greet(sock, max(0.001, deadline - time.monotonic()))
             except TimeoutError:
                 why = "Firecracker does not answer on the vsock"
                 continue
             except OSError as error:
                 why = f"the guest does not listen: {error!r}"
-                await asyncio.sleep(min(wait_s, left))
-                wait_s = min(wait_s * 2, _MOST_WAIT_S)
-                continue
-            try:
-                return await greet(sock, max(0.001, deadline - time.monotonic()))
-            except GuestLostError as error:
-                if process.has_ended(self._pidfd):
-                    raise GuestLostError(self._lost_sentence()) from error
-                raise
+            except GuestLostError as error:  # what an older connection left may reset this one
+                why = str(error)
+            await asyncio.sleep(min(wait_s, left))
+            wait_s = min(wait_s * 2, _MOST_WAIT_S)
+        if self._ended:
+            raise GuestLostError(self._lost_sentence())
         raise GuestLostError(f"no guest agent within {timeout_s:g} seconds: {why}")
 
     async def _dial(self) -> socket.socket:

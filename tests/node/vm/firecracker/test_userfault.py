@@ -8,7 +8,7 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -40,11 +40,13 @@ async def yard(request: pytest.FixtureRequest, programs: Programs, kernel: Path)
 
 
 @pytest.fixture
-def far(yard: Yard, saved: Path) -> Iterator[tuple[Path, Told]]:
+async def far(yard: Yard, saved: Path) -> AsyncIterator[tuple[Path, Told]]:
     """The saved machine on a file system that does as it is told."""
     target = yard.folder()
     with served(saved, target) as told:
         yield target, told
+        for vm in yard.living():  # they have its files open
+            await vm.kill()
 
 
 async def ended(vm: FirecrackerVm) -> str:
