@@ -210,28 +210,38 @@ async def one(backend: ContainerBackend, layers: Layers, bench: Bench, arm: str,
             ask(bench.run / SOCKET, "status", timeout_s=20)
         blocks, cpu, got = disk_bytes(place, bench.work / "sandboxes"), cost.group_cpu_s(*bench.groups), sent(count)
         create_s, guest, plan = await start(backend, bench, bench.image)
-        first_s = await run_command(guest, 1, command)
-        cpu = cost.group_cpu_s(*bench.groups) - cpu
-        figures = Figures(
-            create_s=create_s,
-            first_s=first_s,
-            again_s=0,
-            warm_s=0,
-            fetched=sent(count) - got if arm != "local" else 0,
-            written=disk_bytes(place, bench.work / "sandboxes") - blocks,
-            cpu_s=cpu,
-        )
-        if arm == "local":
-            figures.touched = resident_bytes(bench.run / "layers")
-        if (bench.run / SOCKET).exists():
-            state = ask(bench.run / SOCKET, "status", timeout_s=20)
-            figures.asked = sum(layer["asked_bytes"] for layer in state["layers"].values())
-        os.sync()
-        Path("/proc/sys/vm/drop_caches").write_text("1")
-        figures.again_s = await run_command(guest, 2, command)
-        figures.warm_s = await run_command(guest, 3, command)
-        await end(backend, plan)
+        try:
+            first_s = await run_command(guest, 1, command)
+            cpu = cost.group_cpu_s(*bench.groups) - cpu
+            asked = await settled(bench)
+            figures = Figures(
+                create_s=create_s,
+                first_s=first_s,
+                again_s=0,
+                warm_s=0,
+                fetched=sent(count) - got if arm != "local" else 0,
+                written=disk_bytes(place, bench.work / "sandboxes") - blocks,
+                cpu_s=cpu,
+                touched=resident_bytes(bench.run / "layers") if arm == "local" else 0,
+                asked=asked,
+            )
+            os.sync()
+            Path("/proc/sys/vm/drop_caches").write_text("1")
+            figures.again_s = await run_command(guest, 2, command)
+            figures.warm_s = await run_command(guest, 3, command)
+        finally:
+            await end(backend, plan)
         return figures
+
+
+async def settled(bench: Bench) -> int:
+    """Bytes the kernel has asked the loader for, once nothing is loaded ahead any more: what is read in vain counts."""
+    while (bench.run / SOCKET).exists():
+        layers = ask(bench.run / SOCKET, "status", timeout_s=20)["layers"].values()
+        if not any(layer["loading"] for layer in layers):
+            return sum(int(layer["asked_bytes"]) for layer in layers)
+        await asyncio.sleep(0.02)
+    return 0
 
 
 def disk_bytes(*places: Path) -> int:
