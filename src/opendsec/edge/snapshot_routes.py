@@ -12,6 +12,7 @@ was begun: the same request with the same idempotency key names the same sandbox
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -108,13 +109,18 @@ class SnapshotRoutes:
         base: Snapshot | None = None
         if unborn:
             saving = asyncio.ensure_future(self._snapshotting.base_of(sandbox))
-            while not saving.done():
-                await asyncio.wait({saving}, timeout=TELL_EVERY_S)
-                if not saving.done():
-                    yield ForkItem(phase="saving memory and disk")
+            try:
+                while not saving.done():
+                    await asyncio.wait({saving}, timeout=TELL_EVERY_S)
+                    if not saving.done():
+                        yield ForkItem(phase="saving memory and disk")
+            finally:
+                if not saving.done():  # nobody will start from it
+                    sandbox.spawn(self._drop_when_saved(saving), "fork-unwanted")
             base = await saving
-            await asyncio.to_thread(self._hold, base, unborn)
         try:
+            if base is not None:
+                await asyncio.to_thread(self._hold, base, unborn)
             async for item in self._started(sandbox.project, spec, ids, base, asked_as):
                 yield item
         finally:
@@ -122,6 +128,11 @@ class SnapshotRoutes:
                 unborn = [one for one in unborn if not self._known(one, sandbox.project)]
                 await asyncio.shield(asyncio.to_thread(self._let_go, base, unborn))
         yield ForkItem(done=True)
+
+    async def _drop_when_saved(self, saving: asyncio.Future[Snapshot]) -> None:
+        with contextlib.suppress(errors.OpenDSecError):
+            base = await saving
+            await asyncio.to_thread(self._let_go, base, [])
 
     def _hold(self, base: Snapshot, ids: list[SandboxId]) -> None:
         """For all that are to come: none of them ends it for the others."""

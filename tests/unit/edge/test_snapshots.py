@@ -21,6 +21,7 @@ from opendsec.edge.node import Node
 from opendsec.edge.origins import Origins
 from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.server import edge_app
+from opendsec.edge.snapshot_routes import SnapshotRoutes
 from opendsec.edge.snapshotting import Snapshotting
 from opendsec.errors import (
     ConflictError,
@@ -358,3 +359,21 @@ async def test_snapshots_over_http(tmp_path: Path) -> None:
         gone = await client.delete("/v1/snapshots?name=warm&force=true", headers=rights)
         assert (gone.status_code, gone.json()["name"]) == (200, "warm")
         assert (await client.delete("/v1/snapshots?name=warm", headers=rights)).status_code == 404
+
+
+async def test_a_base_nobody_waits_for_goes_when_it_is_saved(tmp_path: Path) -> None:
+    backend = Saves()
+    async with edge(tmp_path, backend) as node:
+        source = await created(node)
+        routes = SnapshotRoutes(node)
+        ids = [new_sandbox_id("local")]
+        telling = routes._forked(source, source.spec, ids, "r")
+        asked = asyncio.ensure_future(anext(telling))
+        await backend.begun.wait()
+        asked.cancel()
+        await asyncio.wait({asked})
+        await telling.aclose()
+        backend.go.set()
+        forks, saving = tmp_path / "state" / "forks" / "default", tmp_path / "state" / "saving"
+        await until(lambda: forks.is_dir() and not list(forks.iterdir()) and not list(saving.iterdir()))
+        assert [one.sandbox_id for one in node.all(project=None)] == [source.sandbox_id]
