@@ -111,6 +111,7 @@ class FirecrackerVmm(Vmm):
     async def _asks_for_free_pages(self) -> bool:
         """Whether its balloon takes the option; a VMM without a guest is asked."""
         nothing = MachineSpec(kernel=Path(os.devnull), initrd=Path(os.devnull), command_line="", memory_mib=128)
+        self._run_dir.mkdir(mode=0o711, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=self._run_dir, prefix="probe-") as directory:
             try:
                 async with self._starting(nothing, Place(directory=Path(directory)), []) as starting:
