@@ -210,6 +210,9 @@ class Engine(FnCalls):
             except OpenDSecError:
                 await member.empty()
                 raise
+            except OSError as error:  # no descriptor left, a limit the kernel refuses
+                member.doubt = f"a run could not be prepared: {error}"
+                raise NodeError(f"the call could not be carried out here: {error}", retryable=True) from error
             except BaseException:
                 member.doubt = member.doubt or "its call was given up"
                 raise

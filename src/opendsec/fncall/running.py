@@ -175,12 +175,16 @@ class _Pipes:
         self._read: list[int] = []
         self.write: list[int] = []
         self._listening = False
-        for _ in range(2):
-            ours, theirs = os.pipe2(os.O_CLOEXEC)
-            self._read.append(ours)
-            self.write.append(theirs)
-            os.set_blocking(ours, False)
-            os.fchown(theirs, user, user)
+        try:
+            for _ in range(2):
+                ours, theirs = os.pipe2(os.O_CLOEXEC)
+                self._read.append(ours)
+                self.write.append(theirs)
+                os.set_blocking(ours, False)
+                os.fchown(theirs, user, user)
+        except OSError:
+            self.close()
+            raise
 
     def given(self) -> None:
         """The other side has its ends."""
@@ -232,9 +236,13 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
     assert member.zygote is not None
     member.ready_for(spec)
     streams = Streams(spec.output_kb * KIB)
-    pipes = _Pipes(user, streams)
     watch = Watch(cpu_s=member.files.cpu_s, cpu_limit_s=spec.cpu_time_s, wall_limit_s=spec.wall_time_s)
     task = os.memfd_create("task", os.MFD_CLOEXEC)
+    try:
+        pipes = _Pipes(user, streams)
+    except OSError:
+        os.close(task)
+        raise
     try:
         _write(task, _task(spec))
         with watch(member.zygote.kill):

@@ -4,6 +4,7 @@ something ends in the middle."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import os
 import signal
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 from tests.node.fncall.places import CGROUP, Ground, ground
 
-from opendsec.errors import CapacityError, InvalidSpecError, NotFoundError, UnsupportedError
+from opendsec.errors import CapacityError, InvalidSpecError, NodeError, NotFoundError, UnsupportedError
 from opendsec.fncall.engine import Engine
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.fncall import CallStatus, Case, FnCallSpec, GpuRequest, TaskType, Verdict
@@ -272,6 +273,21 @@ async def test_a_container_lost_under_a_call_is_no_verdict(place: Ground) -> Non
         result = await calling
         assert result.value == "5"
         assert only_member(engine).name != member.name
+
+
+@pytest.mark.parametrize("what", ["memfd_create", "fchown"])
+async def test_a_host_short_of_something_gives_no_verdict(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    def none_left(*_: object) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, what, none_left)
+        with pytest.raises(NodeError) as caught:
+            await engine.call(function(), project="p")
+        assert caught.value.retryable
+    assert (await engine.call(function(), project="p")).status is CallStatus.OK
 
 
 async def test_a_cancelled_call_ends_what_runs(place: Ground) -> None:
