@@ -9,7 +9,7 @@ import typer
 
 from opendsec import DSecClient, DSecRunArgs, Sandbox, ShellResult
 from opendsec.cli import exits, options
-from opendsec.cli.output import Json, note, print_json
+from opendsec.cli.output import Json, note, print_json, print_line
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
 from opendsec.errors import ExecError, SnapshotInvalidError
@@ -18,7 +18,13 @@ from opendsec.model.spec import BackendKind
 Stdin = Annotated[
     bool, typer.Option("--stdin", "-i", help="Give this terminal's, pipe's or file's bytes to the command.")
 ]
-Keep = Annotated[bool, typer.Option("--keep", help="Leave the sandbox running and print its id on standard error.")]
+Keep = Annotated[
+    bool,
+    typer.Option(
+        "--keep",
+        help="Leave the sandbox running and print its id on standard error; without a command, on standard output.",
+    ),
+]
 Session = Annotated[
     str | None, typer.Option("--session", help="Run it in the shell of this name, which keeps directory and variables.")
 ]
@@ -47,7 +53,7 @@ def run(
     as_json: Json = False,
 ) -> None:
     """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
-    argv = _argv(context, image) if snapshot is None else _argv_alone(context, image)
+    argv = _argv(context, image, may_be_none=keep) if snapshot is None else _argv_alone(context, image)
     given = {
         "memory": memory,
         "cpus": cpus,
@@ -67,6 +73,9 @@ def run(
                     sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json
                 )
         sandbox = await client.run(args)
+        if not argv:
+            print_line(sandbox.id)
+            return 0
         note(f"sandbox {sandbox.id}")
         return await _run(
             sandbox, argv, variables, user=user, cwd=workdir, timeout=timeout, stdin=stdin, as_json=as_json
@@ -131,7 +140,7 @@ def _argv_alone(context: typer.Context, first: str) -> list[str]:
     return [first, *context.args]
 
 
-def _argv(context: typer.Context, target: str) -> list[str]:
+def _argv(context: typer.Context, target: str, *, may_be_none: bool = False) -> list[str]:
     """What follows `target`, which was taken for image or sandbox. Raises typer.BadParameter."""
     words = list(context.args)
     if target.startswith("-"):
@@ -143,7 +152,7 @@ def _argv(context: typer.Context, target: str) -> list[str]:
             f"{words[0]} stands after {target}: options go before it or before --, and what begins with - after that",
             param_hint="COMMAND",
         )
-    if not words:
+    if not words and not may_be_none:
         raise typer.BadParameter("say what to run, after --", param_hint="COMMAND")
     return words
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from PIL import Image
 from tests.boot_disk import GREEN, WHITE, YELLOW, picture, same
-from tests.cluster.fullvm.conftest import Platform, until
+from tests.cluster.fullvm.conftest import Platform, command, until
 
 import opendsec.sync
 from opendsec import DSecFullVMRunArgs, OpenDSecError, SandboxEnd, SandboxState
@@ -179,3 +179,13 @@ def _name(pid: int) -> str:
 
 def _user(pid: int) -> int:
     return Path(f"/proc/{pid}").stat().st_uid
+
+
+def test_the_command_line_starts_one_and_takes_its_picture(platform: Platform, tmp_path: Path) -> None:
+    started = command(platform.environment, "run", "--backend", "fullvm", "--keep", "boot").strip()
+    machine = platform.client.connect(started)
+    with machine.stopping():
+        until(lambda: machine.serial.read() == b"boot\n")
+        command(platform.environment, "screen", started, "--output", str(tmp_path / "shot.png"))
+        assert same((tmp_path / "shot.png").read_bytes(), picture())
+        assert "/view/" in command(platform.environment, "screen", started, "--view")
