@@ -10,13 +10,16 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator
+from dataclasses import replace
 
 import pytest
 from tests.node.guest.agents import ENV, ROOT, Shell, drain
-from tests.node.vm.guests import SETUP, Machine
+from tests.node.vm.guests import IDENTITY, SETUP, Machine
 
+from opendsec.guest import protocol
 from opendsec.guest.base import GuestError, StartCommand
 from opendsec.guest.channel import Channel
+from opendsec.guest.machine_fields import encode_identity
 
 pytestmark = [
     pytest.mark.anyio,
@@ -194,3 +197,22 @@ async def test_garbage_on_the_line_is_survived(machine: Machine, channel: Channe
     again = await machine.channel()
     assert "ready" in again.capabilities
     await again.aclose()
+
+
+async def test_the_clock_is_what_the_host_says_and_nonsense_is_refused(channel: Channel, shell: Shell) -> None:
+    at_2040 = 2_208_988_800
+    fields = encode_identity(IDENTITY, clock_ns=at_2040 * 10**9, entropy=os.urandom(64))
+    await channel._answered_call(protocol.RENEW, fields)
+    assert at_2040 <= int((await shell.run("date +%s")).stdout) < at_2040 + 600
+    for wrong, words in (
+        (replace(IDENTITY, address="10.0.2.999/24"), "eth0"),
+        (replace(IDENTITY, host_name="x" * 70), "host name"),
+        (replace(IDENTITY, mac="none"), "eth0"),
+    ):
+        with pytest.raises(GuestError, match=words) as caught:
+            await channel.renew(wrong)
+        assert caught.value.code == "setup"
+    await channel.renew(replace(IDENTITY, address="", gateway=""))
+    assert b"inet " not in (await shell.run("ip -4 addr show eth0")).stdout
+    assert (await shell.run("ip route")).stdout == b""
+    assert abs(float((await shell.run("date +%s")).stdout) - time.time()) < 60

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -12,11 +11,9 @@ import pytest
 from tests.node.guest.agents import ENV, Shell, drain
 from tests.node.vm.guests import IDENTITY, SETUP, Machine, copy_disks, new_machine
 
-from opendsec.guest import protocol
 from opendsec.guest.base import GuestError, StartCommand
 from opendsec.guest.channel import Channel
 from opendsec.guest.machine import Identity, RootLayer
-from opendsec.guest.machine_fields import encode_identity
 from opendsec.vm.qmp import monitor
 
 pytestmark = [
@@ -140,31 +137,3 @@ async def test_what_is_wrong_with_a_setup_is_said_and_the_machine_refused(tmp_pa
         assert bad.wait() == 0
     finally:
         bad.close()
-
-
-async def test_the_clock_is_what_the_host_says_and_nonsense_is_refused(tmp_path: Path, guest_images: Path) -> None:
-    made = new_machine(tmp_path / "m", guest_images)
-    made.launch()
-    try:
-        channel = await made.channel()
-        await channel.setup(SETUP)
-        shell = Shell(channel)
-        at_2040 = 2_208_988_800
-        fields = encode_identity(IDENTITY, clock_ns=at_2040 * 10**9, entropy=os.urandom(64))
-        await channel._answered_call(protocol.RENEW, fields)
-        assert at_2040 <= int((await shell.run("date +%s")).stdout) < at_2040 + 600
-        for wrong, words in (
-            (replace(IDENTITY, address="10.0.2.999/24"), "eth0"),
-            (replace(IDENTITY, host_name="x" * 70), "host name"),
-            (replace(IDENTITY, mac="none"), "eth0"),
-        ):
-            with pytest.raises(GuestError, match=words) as caught:
-                await channel.renew(wrong)
-            assert caught.value.code == "setup"
-        await channel.renew(replace(IDENTITY, address="", gateway=""))
-        assert b"inet " not in (await shell.run("ip -4 addr show eth0")).stdout
-        assert (await shell.run("ip route")).stdout == b""
-        assert abs(float((await shell.run("date +%s")).stdout) - time.time()) < 60
-        await channel.aclose()
-    finally:
-        made.close()
