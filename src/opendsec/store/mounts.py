@@ -35,6 +35,7 @@ from opendsec.errors import HostCapabilityError, ImageInvalidError, InvalidSpecE
 from opendsec.linux.libc import MNT_DETACH, UMOUNT_NOFOLLOW, umount2
 from opendsec.linux.mount import MountEntry, attach, erofs, mountinfo
 from opendsec.model.image import Image, Layer, LayerRole
+from opendsec.store.hidden_links import check_links, may_hide
 from opendsec.store.leases import Leases
 from opendsec.store.loading.base import LayerFiles, Loader
 from opendsec.store.loading.starting import Starts
@@ -79,6 +80,8 @@ class LayerMounts:
         self._starts = starts
         self._wait_s = wait_s
         self._mounted: dict[str, _Mounted] = {}
+        self._fitting: set[str] = set()
+        """Compositions whose layers fit on each other."""
         self._dead_fds: list[int] = []
         self._threads: ThreadPoolExecutor | None = None
 
@@ -121,13 +124,17 @@ class LayerMounts:
 
     async def acquire_soon(self, image: Image) -> tuple[int, ...]:
         """`acquire` for a start: in a thread of this object's own, for at most `wait_s`; NodeError, retryable, after
-        that. Then it waits, a little, for what the start is going to read (`Starts.ready`).
+        that. ImageInvalidError when a layer would hide what another has behind a link (`hidden_links`). Then it waits,
+        a little, for what the start is going to read (`Starts.ready`).
 
         The thread goes on, so a later call finds what it got.
         """
         found = self.acquired(image)
         if found is None:
             found = await self._acquire_in_thread(image)
+        if image.digest not in self._fitting and may_hide(image):
+            await asyncio.to_thread(check_links, image, found)
+            self._fitting.add(image.digest)
         if self._starts is not None:
             await self._starts.ready(image.layers)
         return found
