@@ -29,6 +29,8 @@ from opendsec.store.mounts import LayerMounts
 
 LANGUAGES = "languages"
 CGROUP = f"opendsec-fncall-{os.getpid()}"
+_OF_LIBC = ("ld-linux-x86-64", "ld-linux-aarch64", "libc", "libdl", "libm", "libpthread", "libresolv", "librt")
+"""The image has its own, and they belong together."""
 _NOT_NEEDED = ("jmods", "man", "docs", "include", "src.zip", "demo", "legal", "ct.sym.old")
 
 
@@ -73,7 +75,7 @@ def _of_program(name: str) -> list[Path]:
         raise RuntimeError(f"tests need {name}: see scripts/packages")
     listing = subprocess.run(["ldd", program], check=True, capture_output=True, text=True, timeout=20)
     libraries = [Path(word) for line in listing.stdout.splitlines() for word in line.split() if word.startswith("/")]
-    return [Path(program), *(library for library in libraries if "libc.so" not in library.name)]
+    return [Path(program), *(library for library in libraries if library.name.split(".")[0] not in _OF_LIBC)]
 
 
 def _copy(path: Path, tree: Path) -> None:
