@@ -17,12 +17,17 @@ if TYPE_CHECKING:
     from opendsec.client._async.commands import Commands as Commands
     from opendsec.client._async.files import Files as Files
     from opendsec.client._async.images import Images as Images
+    from opendsec.client._async.keyboard import Keyboard as Keyboard
+    from opendsec.client._async.mouse import Mouse as Mouse
     from opendsec.client._async.ports import Ports as Ports
     from opendsec.client._async.ports import PortStream as PortStream
     from opendsec.client._async.process import Process as Process
     from opendsec.client._async.process import ProcessInput as ProcessInput
     from opendsec.client._async.process import ProcessOutput as ProcessOutput
     from opendsec.client._async.sandbox import Sandbox as Sandbox
+    from opendsec.client._async.screen import Clipboard as Clipboard
+    from opendsec.client._async.screen import Screen as Screen
+    from opendsec.client._async.screen import Serial as Serial
     from opendsec.client._async.snapshots import Snapshots as Snapshots
     from opendsec.client.fncall_args import DSecFnCallArgs as DSecFnCallArgs
     from opendsec.client.packed import PackedImage as PackedImage
@@ -95,6 +100,8 @@ if TYPE_CHECKING:
     from opendsec.model.node import SandboxEnd as SandboxEnd
     from opendsec.model.node import SandboxState as SandboxState
     from opendsec.model.node import SandboxStatus as SandboxStatus
+    from opendsec.model.screen import Button as Button
+    from opendsec.model.screen import ScreenSize as ScreenSize
     from opendsec.model.snapshot import SnapshotSummary as SnapshotSummary
     from opendsec.model.spec import BackendKind as BackendKind
     from opendsec.model.spec import Lifetime as Lifetime
@@ -108,11 +115,13 @@ if TYPE_CHECKING:
 __all__ = [
     "BackendKind",
     "BackendUnavailableError",
+    "Button",
     "CallStatus",
     "CapacityError",
     "Case",
     "CaseOutcome",
     "Change",
+    "Clipboard",
     "CommandError",
     "CommandFailedError",
     "CommandLostError",
@@ -155,7 +164,9 @@ __all__ = [
     "ImageSummary",
     "Images",
     "InvalidSpecError",
+    "Keyboard",
     "Lifetime",
+    "Mouse",
     "NoShellError",
     "NodeError",
     "NotFoundError",
@@ -182,6 +193,9 @@ __all__ = [
     "SandboxSpec",
     "SandboxState",
     "SandboxStatus",
+    "Screen",
+    "ScreenSize",
+    "Serial",
     "ShellResult",
     "SnapshotEvent",
     "SnapshotInvalidError",
@@ -215,6 +229,9 @@ _PLACES = {
         "ProcessInput",
         "ProcessOutput",
     ),
+    "opendsec.client._async.keyboard": ("Keyboard",),
+    "opendsec.client._async.mouse": ("Mouse",),
+    "opendsec.client._async.screen": ("Clipboard", "Screen", "Serial"),
     "opendsec.client._async.ports": ("PortStream", "Ports"),
     "opendsec.client._async.sandbox": ("Sandbox",),
     "opendsec.client._async.snapshots": ("Snapshots",),
@@ -305,6 +322,7 @@ _PLACES = {
         "SandboxState",
         "SandboxStatus",
     ),
+    "opendsec.model.screen": ("Button", "ScreenSize"),
     "opendsec.model.snapshot": ("SnapshotSummary",),
     "opendsec.model.spec": (
         "BackendKind",

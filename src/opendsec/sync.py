@@ -9,9 +9,12 @@ from opendsec.client._sync.client import DSecClient, Failed, Started
 from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
 from opendsec.client._sync.images import Images
+from opendsec.client._sync.keyboard import Keyboard
+from opendsec.client._sync.mouse import Mouse
 from opendsec.client._sync.ports import Ports, PortStream
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
 from opendsec.client._sync.sandbox import Sandbox
+from opendsec.client._sync.screen import Clipboard, Screen, Serial
 from opendsec.client._sync.snapshots import Snapshots
 from opendsec.client.fncall_args import DSecFnCallArgs
 from opendsec.client.packed import PackedImage
@@ -72,6 +75,7 @@ from opendsec.model.fncall import (
 from opendsec.model.image import ImagePart
 from opendsec.model.image_view import Change, Difference, ImageDetails, ImageSummary, TreeEntry
 from opendsec.model.node import SandboxEnd, SandboxState, SandboxStatus
+from opendsec.model.screen import Button, ScreenSize
 from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec
 from opendsec.wire.contracts import PackEvent, PackResult, SnapshotEvent, TreeStatus
@@ -79,11 +83,13 @@ from opendsec.wire.contracts import PackEvent, PackResult, SnapshotEvent, TreeSt
 __all__ = [
     "BackendKind",
     "BackendUnavailableError",
+    "Button",
     "CallStatus",
     "CapacityError",
     "Case",
     "CaseOutcome",
     "Change",
+    "Clipboard",
     "CommandError",
     "CommandFailedError",
     "CommandLostError",
@@ -126,7 +132,9 @@ __all__ = [
     "ImageSummary",
     "Images",
     "InvalidSpecError",
+    "Keyboard",
     "Lifetime",
+    "Mouse",
     "NoShellError",
     "NodeError",
     "NotFoundError",
@@ -153,6 +161,9 @@ __all__ = [
     "SandboxSpec",
     "SandboxState",
     "SandboxStatus",
+    "Screen",
+    "ScreenSize",
+    "Serial",
     "ShellResult",
     "SnapshotEvent",
     "SnapshotInvalidError",
