@@ -4,8 +4,8 @@
 
 It imports the modules, connects to the socket, and then forks a process per call, as nobody. It never sees what a call
 is about: code and arguments are in a memory file that only the forked process opens, so no later fork can find them in
-its memory. When the process has ended, whatever else it started is killed (everybody but process 1 and this one), and
-only then the call is answered. Standard library only, Python 3.7 or newer; it is imported by nobody.
+its memory. When the process has ended, the call is answered; the host then counts, and has whatever else it started
+killed (everybody but process 1 and this one). Standard library only, Python 3.7 or newer; nobody imports it.
 """
 
 from __future__ import annotations
@@ -35,6 +35,9 @@ REPLY = struct.Struct("<IIQQQII")
 """Number, wait status, user and system time in us, largest resident set in KiB, killed leftovers, kills on request."""
 ASK_KILLS = 0xFFFFFFFF
 """As the number of a call: only answer how many kills there were."""
+ASK_SWEEP = 0xFFFFFFFE
+"""As the number of a call: end whatever is left of the last one. A kill(-1) visits every process of the host, so it is
+done only when the host has counted too many."""
 WORK = "/call/work"
 USER_ID = 65534
 DESCRIPTORS = 3
@@ -184,8 +187,9 @@ class Server:
             if not message:
                 return
             number, cpu_s = REQUEST.unpack(message)
-            if number == ASK_KILLS:
-                self.control.send(REPLY.pack(number, 0, 0, 0, 0, 0, self.kills))
+            if number in (ASK_KILLS, ASK_SWEEP):
+                left = sweep() if number == ASK_SWEEP else 0
+                self.control.send(REPLY.pack(number, 0, 0, 0, 0, left, self.kills))
                 continue
             fds = array.array("i")
             fds.frombytes(ancillary[0][2])
@@ -203,9 +207,8 @@ class Server:
         for fd in fds:
             os.close(fd)
         _, status, usage = os.wait4(pid, 0)
-        left = sweep()
         user, system = int(usage.ru_utime * 1e6), int(usage.ru_stime * 1e6)
-        self.control.send(REPLY.pack(number, status, user, system, usage.ru_maxrss, left, self.kills))
+        self.control.send(REPLY.pack(number, status, user, system, usage.ru_maxrss, 0, self.kills))
 
     def live(self, cpu_s: int, fds: array.array[int]) -> int:
         """In the forked process: keep nothing of the server's but its modules."""

@@ -11,3 +11,5 @@ REPLY: Final = struct.Struct("<IIQQQII")
 """Number, wait status, user and system time in us, largest resident set in KiB, killed leftovers, kills on request."""
 ASK_KILLS: Final = 0xFFFFFFFF
 """As the number of a call: only answer how many kills there were."""
+ASK_SWEEP: Final = 0xFFFFFFFE
+"""As the number of a call: end whatever is left of the last one."""

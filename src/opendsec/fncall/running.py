@@ -247,6 +247,8 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
         _write(task, _task(spec))
         with watch(member.zygote.kill):
             ended = await _called(member, spec, task, pipes)
+        if member.files.processes() != member.processes:
+            await member.zygote.sweep()
         pipes.close()
         exit_code = os.waitstatus_to_exitcode(ended.status)
         outcome = _outcome(

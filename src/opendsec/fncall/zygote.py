@@ -24,6 +24,7 @@ SOURCE = Path(__file__).with_name("inside.py").read_text(encoding="utf-8")
 SOCKET_NAME = "fork-server"
 START_TIMEOUT_S = 120.0
 """Until everything is imported."""
+ANSWER_TIMEOUT_S = 5.0
 COMMAND_ID = 1
 _SAID_BYTES = 4096
 
@@ -73,7 +74,7 @@ class Zygote:
         if self.lost:
             answer.set_exception(GuestLostError(f"the fork server {self.lost}"))
             return answer
-        self._number = (self._number + 1) % frames.ASK_KILLS
+        self._number = (self._number + 1) % frames.ASK_SWEEP
         self._answer = answer
         fds = array.array("i", (task, out, err))
         try:
@@ -93,12 +94,27 @@ class Zygote:
         """Whether no `kill` is on its way any more: one that came late must not hit the next call."""
         if ended.kills == self._asked_kills:
             return True
-        answer = self._answer = self._loop.create_future()
-        self._number = frames.ASK_KILLS
-        self._control.send(frames.REQUEST.pack(frames.ASK_KILLS, 0))
-        settled = await answer
-        self._number = 0
-        return bool(settled.kills == self._asked_kills)
+        return (await self._ask(frames.ASK_KILLS)).kills == self._asked_kills
+
+    async def sweep(self) -> None:
+        """End whatever the last call has started and is still there. Raises GuestLostError."""
+        await self._ask(frames.ASK_SWEEP)
+
+    async def _ask(self, question: int) -> Ended:
+        if self.lost:
+            raise GuestLostError(f"the fork server {self.lost}")
+        answer: asyncio.Future[Ended] = self._loop.create_future()
+        self._answer, before = answer, self._number
+        self._number = question
+        try:
+            self._control.send(frames.REQUEST.pack(question, 0))
+            async with asyncio.timeout(ANSWER_TIMEOUT_S):
+                return await answer
+        except OSError as error:  # a time-out is one
+            self._fail(f"does not answer: {error!r}")
+            raise GuestLostError(f"the fork server {self.lost}") from error
+        finally:
+            self._number = before
 
     def _read(self) -> None:
         try:

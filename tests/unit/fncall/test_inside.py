@@ -11,7 +11,7 @@ from opendsec.fncall import box, inside, inside_frames, zygote
 def test_both_sides_have_the_same_frames() -> None:
     assert inside.REQUEST.format == inside_frames.REQUEST.format
     assert inside.REPLY.format == inside_frames.REPLY.format
-    assert inside.ASK_KILLS == inside_frames.ASK_KILLS
+    assert (inside.ASK_KILLS, inside.ASK_SWEEP) == (inside_frames.ASK_KILLS, inside_frames.ASK_SWEEP)
     assert (inside.WORK, inside.USER_ID) == (box.WORK, box.USER_ID)
 
 
