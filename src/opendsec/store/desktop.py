@@ -46,10 +46,11 @@ _FILES: Mapping[str, str] = {
 Description=OpenDSec guest agent
 DefaultDependencies=no
 After=local-fs.target systemd-udevd.service
+StartLimitIntervalSec=0
 [Service]
 ExecStart=/usr/local/sbin/opendsec-guest --serial=/dev/virtio-ports/{AGENT_PORT}
 Restart=always
-RestartSec=200ms
+RestartSec=500ms
 KillMode=process
 [Install]
 WantedBy=multi-user.target
@@ -59,6 +60,7 @@ WantedBy=multi-user.target
 Description=Desktop of user
 After=systemd-udev-settle.service local-fs.target
 Wants=systemd-udev-settle.service
+StartLimitIntervalSec=0
 [Service]
 ExecStart=/usr/bin/xinit /usr/local/bin/desktop-session -- /usr/bin/Xorg :0 vt1 -nolisten tcp -ac -noreset -s 0 -dpms
 Restart=always
