@@ -71,9 +71,26 @@ static bool set_gateway(int fd, const char *text, struct in_addr address, struct
     return (near || add_route(fd, gateway, one, all, RTF_HOST)) && add_route(fd, all, all, gateway, RTF_GATEWAY);
 }
 
+/* Is eth0 as it is wanted? A machine that was paused comes back as itself, and its connections are left alone. */
+static bool is_set(int fd, const struct renewal *renewal) {
+    struct ifreq flags = {.ifr_name = "eth0"}, hardware = {.ifr_name = "eth0"}, own = {.ifr_name = "eth0"};
+    struct in_addr address, mask;
+    unsigned char mac[6];
+    if (!*renewal->address || !read_address(renewal->address, &address, &mask)) return false;
+    if (ioctl(fd, SIOCGIFFLAGS, &flags) < 0 || !(flags.ifr_flags & IFF_UP) || ioctl(fd, SIOCGIFADDR, &own) < 0) return false;
+    struct sockaddr_in value;
+    memcpy(&value, &own.ifr_addr, sizeof value);
+    if (value.sin_addr.s_addr != address.s_addr) return false;
+    if (!*renewal->mac) return true;
+    return ioctl(fd, SIOCGIFHWADDR, &hardware) == 0 &&
+           sscanf(renewal->mac, "%hhx:%hhx:%hhx:%hhx:%hhx:%hhx", mac, mac + 1, mac + 2, mac + 3, mac + 4, mac + 5) == 6 &&
+           memcmp(mac, hardware.ifr_hwaddr.sa_data, sizeof mac) == 0;
+}
+
 /* Down first: that takes old routes along, and a card changes its MAC only then. */
 static bool set_card(int fd, const struct renewal *renewal) {
     struct in_addr address, mask;
+    if (is_set(fd, renewal)) return true;
     if (!set_up(fd, "eth0", false)) return !*renewal->address;
     if (!set_mac(fd, renewal->mac)) return false;
     if (!*renewal->address) {
