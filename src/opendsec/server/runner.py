@@ -222,6 +222,11 @@ def widen(sock: socket.socket) -> None:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER)
 
 
+def _is_news(record: logging.LogRecord) -> bool:
+    """uvicorn complains of every WebSocket that was refused with an answer, which is no fault of anybody's here."""
+    return not record.getMessage().startswith("ASGI callable returned without completing handshake")
+
+
 async def serve(
     app: ASGIApp, sock: socket.socket, *, grace_s: float = 5.0, on_listening: Callable[[], None] = lambda: None
 ) -> None:
@@ -247,6 +252,7 @@ async def serve(
         timeout_graceful_shutdown=max(1, math.ceil(grace_s)) + 1,
     )
     server = _Server(config, on_listening)
+    logging.getLogger("uvicorn.error").addFilter(_is_news)
 
     def stop() -> None:
         if not server.should_exit:
