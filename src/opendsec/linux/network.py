@@ -52,6 +52,7 @@ table inet {table} {{
  }}
  chain forward {{
   type filter hook forward priority filter; policy accept;
+  iifname "{links}*" fib saddr . iif oif missing drop
   oifname "{links}*" ct state established,related accept
   oifname "{links}*" drop
   iifname "{links}*" meta nfproto ipv6 drop

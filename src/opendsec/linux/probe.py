@@ -287,9 +287,11 @@ def _nft(state_dir: Path) -> str:
     rules = (
         "table ip opendsec_probe {\n chain post {\n  type nat hook postrouting priority srcnat;\n"
         "  ip saddr 192.0.2.0/24 masquerade\n }\n}\n"
+        "table inet opendsec_probe {\n chain forward {\n  type filter hook forward priority filter;\n"
+        "  fib saddr . iif oif missing drop\n }\n}\n"
     )
     _try("unshare", "--net", _program("nft"), "-f", "-", stdin=rules.encode("ascii"))
-    return "nftables can translate addresses"
+    return "nftables can translate addresses, and knows false ones (fib)"
 
 
 def _veth(state_dir: Path) -> str:

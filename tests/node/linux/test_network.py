@@ -197,6 +197,30 @@ async def test_link_local_addresses_are_out_of_reach(world: Host, tmp_path: Path
     await net.close()
 
 
+async def test_nobody_sends_under_another_address(world: Host, tmp_path: Path) -> None:
+    """Inside of a machine a sandbox gives itself whatever address it likes."""
+    net = network(tmp_path)
+    with namespace() as sandbox:
+        own = str(await net.attach(0, sandbox))
+        others = str(net.addresses(1)[1])
+        with inside(sandbox):
+            ip("address", "add", "198.51.100.9/32", "dev", "eth0")
+            ip("address", "add", f"{others}/32", "dev", "eth0")
+        with inside(world.outside):
+            listener = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
+        with listener:
+            listener.bind((str(OUTSIDE), 9))
+            listener.settimeout(2)
+            with inside(sandbox):
+                for address in ("198.51.100.9", others, own):
+                    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sender:
+                        sender.bind((address, 0))
+                        sender.sendto(address.encode(), (str(OUTSIDE), 9))
+            assert listener.recv(100) == own.encode()  # the last one sent is the first to come
+        net.detach(0)
+    await net.close()
+
+
 async def test_forwarding_is_put_back(world: Host, tmp_path: Path) -> None:
     net = network(tmp_path)
     FORWARD.write_text("0\n")
