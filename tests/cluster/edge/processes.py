@@ -51,6 +51,10 @@ class EdgeProcess:
         assert self._process is not None
         return self._process.pid
 
+    @property
+    def runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
     async def start(self) -> None:
         """Until it answers."""
         with self.log.open("ab") as log:

@@ -81,6 +81,8 @@ async def road() -> AsyncIterator[Road]:
         yield Road(edge, apiserver, root, cgroup)
     finally:
         apiserver.kill()
+        if edge.runs:
+            edge.stop()  # it ends its containers
         await edge.close()
         for entry in reversed(mountinfo()):
             if Path(entry.target).is_relative_to(run_dir):
@@ -90,7 +92,7 @@ async def road() -> AsyncIterator[Road]:
         shutil.rmtree(root)
 
 
-def greet(name: str, *, loud: bool = False) -> dict[str, Any]:
+def greet(name: str, *, loud: bool = False) -> dict[str, str]:
     return {"greeting": f"hello {name}".upper() if loud else f"hello {name}"}
 
 
