@@ -46,7 +46,7 @@ from opendsec.backends.microvm_files import (
     write_kept,
 )
 from opendsec.backends.microvm_machines import Machines, addresses, copy_disks
-from opendsec.backends.microvm_shape import Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
+from opendsec.backends.microvm_shape import MIB, Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
 from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import (
     HostCapabilityError,
@@ -72,7 +72,7 @@ from opendsec.store.loading.base import LayerFiles
 from opendsec.store.mounts import LayerMounts
 from opendsec.vm.base import Place, Vm, Vmm
 from opendsec.vm.qemu_line import AGENT_SOCKET
-from opendsec.vm.upper import receive_upper
+from opendsec.vm.upper import UpperLimits, receive_upper
 
 CONNECT_TIMEOUT_S = 30.0
 SETTLE_S = 0.02
@@ -238,6 +238,14 @@ class MicroVmBackend(Backend):
         except OpenDSecError as error:
             await self._clear(plan)
             error.sandbox_id = error.sandbox_id or plan.sandbox_id
+            if isinstance(error, SnapshotInvalidError) and plan.snapshot is None:
+                await self._made.discard(plan.image, shape)
+                raise StartError(
+                    f"the machine that is copied for this image was damaged, and is removed: {error.message}",
+                    remedy="start it again: the machine is made anew",
+                    retryable=True,
+                    sandbox_id=plan.sandbox_id,
+                ) from error
             raise
         return Running(handle=handle, guest=guest)
 
@@ -363,8 +371,9 @@ class MicroVmBackend(Backend):
     @contextlib.asynccontextmanager
     async def _written(self, handle: Handle, guest: Guest, tree: Path) -> AsyncIterator[None]:
         """The upper directory at `tree`; once it is here, the whole machine stands still for the block."""
+        kept = await asyncio.to_thread(read_kept, state_of(handle))
         async with guest.frozen(timeout_ms=FREEZE_TIMEOUT_MS):
-            await receive_upper(guest.pack_upper(), tree)
+            await receive_upper(guest.pack_upper(), tree, limits=UpperLimits(max_bytes=kept.shape.disk_mib * MIB))
             vm = self._vms[handle.sandbox_id]
             await vm.pause()
             try:
@@ -524,7 +533,8 @@ class MicroVmBackend(Backend):
         tap = self._networks.tap(slot) if online else None
         if online and not self._networks.may_be_attached(slot):
             await self._networks.attach_tap(slot)
-        spec = machine(kept.shape, self._made.boot, layers, disks=state_of(handle), tap=tap, mac=mac_of(slot))
+        drives = await self._made.drives(kept.image, kept.shape, layers, state_of(handle))
+        spec = machine(kept.shape, self._made.boot, drives, disks=state_of(handle), tap=tap, mac=mac_of(slot))
         host_id = host_root(self._machine_slot(slot))
         procs = self._groups.open_procs(handle.sandbox_id)
         try:

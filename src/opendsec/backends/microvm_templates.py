@@ -4,7 +4,8 @@
     <root>/<key>/disk.img   its writable disk at that moment (and data.img, a second one)
     <root>/.new-…           one that is being made; removed by the next `open`
 
-The key names everything a restored machine depends on, so a template is never wrong, only old. Who starts from one
+The key names everything a restored machine depends on, so a template is never wrong, only old; its bytes are on the
+disk before it has its name, for memory is believed by its size (`vm.saved`). Who starts from one
 links its files into a directory of their own: a template that is removed meanwhile costs nobody anything. Whoever asks
 first makes it and the others wait, also for its failure; one at a time boots, for that takes a processor. The least
 recently used go when there are too many, or they take too much room.
@@ -14,13 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import os
 import secrets
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from opendsec.errors import OpenDSecError
-from opendsec.store.durable import remove_tree
+from opendsec.store.durable import remove_tree, sync_directory, sync_file
 
 MACHINE = "machine"
 MAX_TEMPLATES = 32
@@ -63,7 +65,7 @@ class Templates:
             if running is None:
                 await self._make_alone(key, make)
             else:
-                await asyncio.shield(running)
+                await _waited(running)
         with contextlib.suppress(FileNotFoundError):
             os.utime(path)
         return path
@@ -92,7 +94,9 @@ class Templates:
         work.mkdir(mode=0o700)
         try:
             await make(work)
+            await asyncio.to_thread(_sync, work)
             work.rename(self._root / key)
+            await asyncio.to_thread(sync_directory, self._root)
         finally:
             await asyncio.to_thread(remove_tree, work)
         await asyncio.to_thread(self._evict, key)
@@ -108,6 +112,24 @@ class Templates:
             _remove(self._root, name)
             left -= 1
             total -= sizes[name]
+
+
+async def _waited(running: asyncio.Future[None]) -> None:
+    """Each who waits gets an error of its own: they write the name of their sandbox on it."""
+    try:
+        await asyncio.shield(running)
+    except OpenDSecError as error:
+        raise copy.copy(error) from error
+
+
+def _sync(directory: Path) -> None:
+    """All below it: after a power cut memory would have its size, and be zeros."""
+    for path in directory.rglob("*"):
+        if path.is_file():
+            sync_file(path)
+        else:
+            sync_directory(path)
+    sync_directory(directory)
 
 
 def _remove(root: Path, key: str) -> None:

@@ -22,7 +22,7 @@ from opendsec.backends.microvm_disk import copy_sparse
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
-from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError
+from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError, StartError
 from opendsec.linux import process
 from opendsec.linux.disk import make_disk, remove_disk
 from opendsec.model.spec import Resources
@@ -151,6 +151,22 @@ async def refused_when_damaged(place: Place, good: Path, scratch: Path) -> None:
             await place.backend.start(plan)
         assert [*plan.state_dir.iterdir(), *plan.run_dir.iterdir()] == []
         await place.destroy(plan)
+
+
+async def test_a_damaged_template_is_made_anew(place: Place) -> None:
+    async with place.sandbox():
+        templates = place.state_dir.parent / "microvm/templates"
+        made = [path for path in templates.iterdir() if (path / MACHINE).is_dir()]
+        assert made
+        for template in made:
+            flip_devices(template / MACHINE)
+    plan = place.plan()
+    with pytest.raises(StartError, match="damaged") as caught:
+        await place.backend.start(plan)
+    assert (caught.value.retryable, caught.value.sandbox_id) == (True, plan.sandbox_id)
+    await place.destroy(plan)
+    async with place.sandbox() as box:
+        assert (await box.run("echo $((6*7))")).stdout == b"42\n"
 
 
 async def test_a_new_edge_finds_running_and_parked_ones(place: Place) -> None:

@@ -56,11 +56,34 @@ async def test_a_failure_is_everybodys_and_the_next_tries_again(tmp_path: Path) 
     make.go.set()
     found = await asyncio.gather(*(templates.get("k", make) for _ in range(3)), return_exceptions=True)
     assert [str(error) for error in found] == ["no"] * 3
+    assert len({id(error) for error in found}) == 3  # each will bear the name of another sandbox
     assert make.count == 1
     assert list(tmp_path.iterdir()) == []
     make.error = None
     await templates.get("k", make)
     assert make.count == 2
+
+
+async def test_its_bytes_are_on_the_disk_before_it_has_its_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+
+    def fsync(fd: int) -> None:
+        assert not (tmp_path / "k").exists()
+        synced.append(Path(f"/proc/self/fd/{fd}").readlink().name)
+
+    templates = Templates(tmp_path)
+    templates.open()
+    make = Maker()
+    make.go.set()
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fsync", fsync)
+        patched.setattr("opendsec.backends.microvm_templates.sync_directory", lambda path: synced.append(path.name))
+        await templates.get("k", make)
+    assert synced[0] == "half"
+    assert synced[1].startswith(".new-")
+    assert synced[2] == tmp_path.name
 
 
 async def test_who_is_cancelled_leaves_it_to_the_next(tmp_path: Path) -> None:
