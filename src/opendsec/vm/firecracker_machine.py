@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import secrets
 import shutil
 import socket
+import stat
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -262,6 +264,7 @@ class FirecrackerVm(Vm):
 
     def _complete(self, target: Path, base: str, whole: bool) -> list[FileIdentity]:
         """Make what Firecracker wrote a saved machine; what its memory is in. Blocking. Raises OSError."""
+        _must_be_plain(target)
         memory = target / MEMORY
         if base:
             firecracker_saved.complete_changes(memory, self._older)
@@ -342,6 +345,16 @@ class FirecrackerVm(Vm):
             with contextlib.suppress(TimeoutError):  # an API hangs up a moment before its process is gone
                 await process.wait_ended(self._pidfd, timeout_s=_HANG_UP_S)
         return self._lost() if self._ended else NodeError(f"Firecracker does not do what it is asked: {error}")
+
+
+def _must_be_plain(target: Path) -> None:
+    """A jailed VMM had this directory to itself: nothing but the files it was asked for, or root would follow a link of
+    its making. Raises OSError.
+    """
+    for entry in target.iterdir():
+        status = entry.lstat()
+        if entry.name not in (STATE, MEMORY) or not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
+            raise OSError(errno.EPERM, f"{entry.name!r} is nothing that Firecracker writes")
 
 
 async def _line(sock: socket.socket) -> bytes:

@@ -31,7 +31,7 @@ from opendsec.guest.base import GuestLostError
 from opendsec.linux import libc
 from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_api import Api
-from opendsec.vm.firecracker_machine import Record
+from opendsec.vm.firecracker_machine import FirecrackerVm, Record
 from opendsec.vm.firecracker_start import Programs
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.firecracker]
@@ -76,6 +76,30 @@ async def test_an_edge_killed_during_a_start_leaves_a_machine_found_or_none(
     assert found is None
     assert list(place.directory.iterdir()) == []
     assert yard.processes() == []
+
+
+@pytest.mark.parametrize("name", ["mem", "mem.pages", ".machine.json"])
+async def test_links_a_vmm_has_made_where_it_saves_are_not_followed(
+    yard: Yard, saved: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"")
+    victim.chmod(0o600)
+    create = FirecrackerVm._create
+
+    async def create_and_link(vm: FirecrackerVm, target: Path, kind: str) -> None:
+        await create(vm, target, kind)
+        (target / name).unlink(missing_ok=True)
+        (target / name).symlink_to(victim)
+
+    vm = await yard.restore(saved)
+    await vm.pause()
+    monkeypatch.setattr(FirecrackerVm, "_create", create_and_link)
+    target = yard.folder()
+    with pytest.raises(NodeError, match="nothing that Firecracker writes"):
+        await vm.save(target)
+    assert (victim.read_bytes(), victim.stat().st_mode & 0o777) == (b"", 0o600)
+    assert list(target.iterdir()) == []
 
 
 async def test_a_pid_that_belongs_to_somebody_else_by_now_is_left_alone(yard: Yard) -> None:
