@@ -99,9 +99,7 @@ class DSecFnCallArgs:
 
     def to_spec(self) -> FnCallSpec:
         """The checked specification. Raises InvalidSpecError naming the field."""
-        for name in ("args", "imports", "fetch"):
-            if isinstance(getattr(self, name), str):
-                raise InvalidSpecError(f"{name}: is a string, not a list of strings", detail={"field": name})
+        self._check_kinds()
         try:
             task_type = TaskType(self.task_type)
         except ValueError:
@@ -113,8 +111,8 @@ class DSecFnCallArgs:
                 task_type=task_type,
                 language=self.language,
                 code=self.code,
-                files={name: _bytes(content) for name, content in self.files.items()},
-                stdin=_bytes(self.stdin),
+                files={name: _bytes(content, "files") for name, content in self.files.items()},
+                stdin=_bytes(self.stdin, "stdin"),
                 args=tuple(self.args),
                 env=dict(self.env),
                 cases=tuple(map(_case, self.cases)),
@@ -134,6 +132,25 @@ class DSecFnCallArgs:
             )
         )
 
+    def _check_kinds(self) -> None:
+        """What Python would take apart, or make bytes of, is refused instead of becoming something else."""
+        for name in ("code", "language", "function", "artifact", "image"):
+            _must(isinstance(getattr(self, name), str), name, "a string")
+        for name in ("args", "imports", "fetch"):
+            _must(_is_list(getattr(self, name)), name, "a list of strings")
+            _must(all(isinstance(word, str) for word in getattr(self, name)), name, "a list of strings")
+        for name in ("cases", "arguments"):
+            _must(_is_list(getattr(self, name)), name, "a list")
+        for name in ("files", "env", "keywords"):
+            given = getattr(self, name)
+            _must(isinstance(given, Mapping) and all(isinstance(key, str) for key in given), name, "a dict by name")
+        _must(all(isinstance(value, str) for value in self.env.values()), "env", "a dict of strings")
+        for name in ("memory_mb", "processes", "output_kb"):
+            _must(_is_number(getattr(self, name), int), name, "a whole number")
+        for name in ("cpu_time_s", "wall_time_s", "compile_time_s"):
+            _must(_is_number(getattr(self, name), (int, float)), name, "a number of seconds")
+        _must(self.gpu is None or isinstance(self.gpu, GpuRequest), "gpu", "a GpuRequest")
+
     def _arguments(self) -> str:
         if not self.arguments and not self.keywords:
             return ""
@@ -148,12 +165,35 @@ def longest_s(spec: FnCallSpec) -> float:
     return ROOM_WAIT_S + spec.compile_time_s + spec.wall_time_s * max(1, len(spec.cases))
 
 
-def _bytes(content: bytes | str) -> bytes:
-    return content.encode("utf-8", "surrogateescape") if isinstance(content, str) else bytes(content)
+def _must(holds: bool, field: str, kind: str) -> None:
+    if not holds:
+        raise InvalidSpecError(f"{field}: is not {kind}", detail={"field": field})
 
 
-def _case(given: Case | tuple[bytes | str, bytes | str]) -> Case:
+def _is_list(value: object) -> bool:
+    """Text and bytes are sequences, too, and never what is meant."""
+    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
+
+
+def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def _bytes(content: object, field: str) -> bytes:
+    """`bytes(5)` would be five zeros."""
+    if isinstance(content, str):
+        return content.encode("utf-8", "surrogateescape")
+    _must(isinstance(content, (bytes, bytearray, memoryview)), field, "bytes or text")
+    return bytes(content)  # type: ignore[call-overload, no-any-return]
+
+
+def _case(given: object) -> Case:
     if isinstance(given, Case):
+        contents: tuple[object, ...] = (given.stdin, given.expected)
+        _must(all(isinstance(content, bytes) for content in contents), "cases", "made of bytes")
+        _must(isinstance(given.name, str), "cases.name", "a string")
         return given
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise InvalidSpecError("cases: one is neither a Case nor (stdin, expected)", detail={"field": "cases"})
     stdin, expected = given
-    return Case(stdin=_bytes(stdin), expected=_bytes(expected))
+    return Case(stdin=_bytes(stdin, "cases"), expected=_bytes(expected, "cases"))

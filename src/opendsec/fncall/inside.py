@@ -93,7 +93,8 @@ def call(task: dict[str, Any]) -> bytes:
     module = types.ModuleType("fncall")
     module.__file__ = "code.py"
     sys.modules["fncall"] = module
-    exec(compile(task["code"], "code.py", "exec"), module.__dict__)  # noqa: S102 that is what is asked for
+    code = compile(task["code"], "code.py", "exec", dont_inherit=True)  # without this file's own `from __future__`
+    exec(code, module.__dict__)  # noqa: S102 that is what is asked for
     arguments, keywords = task["arguments"]
     value = module.__dict__[task["function"]](*arguments, **keywords)
     if isinstance(value, types.CoroutineType):
@@ -132,6 +133,7 @@ def renew_randomness() -> None:
 
 def run(task_fd: int, cpu_s: int) -> int:
     """The forked process's whole life; its exit status."""
+    own = os.getpid()
     become_nobody(cpu_s)
     task = read_task(task_fd)
     if task["env"]:  # the rest is the fork server's own
@@ -141,7 +143,7 @@ def run(task_fd: int, cpu_s: int) -> int:
     status = 1
     try:
         value = call(task)
-        while value:
+        while value and os.getpid() == own:  # a child that the function has forked returns, too: that is no answer
             value = value[os.write(task_fd, value) :]
         status = 0
     except BaseException:  # noqa: BLE001 whatever leaves the function is the call's own

@@ -144,12 +144,17 @@ def _check_function(spec: FnCallSpec) -> None:
 
 
 def _check_arguments(text: str) -> None:
+    _text(text, "arguments")
     try:
-        value = json.loads(text)
+        value = json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise _bad("arguments", "is not JSON") from None
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list) and isinstance(value[1], dict)):
         raise _bad("arguments", "is not `[[positional…], {keyword…}]`")
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
 
 
 def _check_limits(spec: FnCallSpec) -> None:

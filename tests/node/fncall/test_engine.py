@@ -104,6 +104,18 @@ async def test_how_functions_end(engine: Engine, code: str, status: CallStatus, 
     assert (await engine.call(function(), project="p")).status is CallStatus.OK
 
 
+async def test_a_child_that_returns_too_adds_nothing_to_the_value(engine: Engine) -> None:
+    forks = "import os\ndef f():\n    pid = os.fork()\n    if pid:\n        os.waitpid(pid, 0)\n    return 12\n"
+    result = await engine.call(function(forks, "f", "[[], {}]"), project="p")
+    assert (result.status, result.value) == (CallStatus.OK, "12")
+
+
+async def test_code_is_compiled_as_it_stands(engine: Engine) -> None:
+    """The fork server's own `from __future__` would make text of annotations."""
+    code = "def g(a: int): pass\ndef f():\n    return g.__annotations__['a'] is int\n"
+    assert (await engine.call(function(code, "f", "[[], {}]"), project="p")).value == "true"
+
+
 async def test_a_large_output_and_a_large_argument_pass_whole(engine: Engine) -> None:
     code = "def f(text):\n    print(text[::-1])\n    return text"
     text = "ab" * 400_000

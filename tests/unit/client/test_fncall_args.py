@@ -67,6 +67,34 @@ def test_what_does_not_stand_for_itself_is_refused() -> None:
         ({"code": "x", "task_type": "function", "function": "f", "arguments": [float("nan")]}, "arguments"),
         ({"code": "x", "memory_mb": 0}, "memory_mb"),
         ({}, "code"),
+        ({"code": b"x"}, "code"),
+        ({"code": "x", "language": None}, "language"),
+        ({"code": "x", "args": [5]}, "args"),
+        ({"code": "x", "fetch": b"ab"}, "fetch"),
+        ({"code": "x", "files": ["a"]}, "files"),
+        ({"code": "x", "files": {"a": 5}}, "files"),
+        ({"code": "x", "stdin": 5}, "stdin"),
+        ({"code": "x", "stdin": None}, "stdin"),
+        ({"code": "x", "env": ["ab"]}, "env"),
+        ({"code": "x", "env": {"A": 5}}, "env"),
+        ({"code": "x", "memory_mb": "256"}, "memory_mb"),
+        ({"code": "x", "processes": True}, "processes"),
+        ({"code": "x", "cpu_time_s": "1"}, "cpu_time_s"),
+        ({"code": "x", "cpu_time_s": float("nan")}, "cpu_time_s"),
+        ({"code": "x", "gpu": "shared"}, "gpu"),
+        ({"code": "x", "task_type": "judge", "cases": ["ab"]}, "cases"),
+        ({"code": "x", "task_type": "judge", "cases": ("in", "out")}, "cases"),
+        ({"code": "x", "task_type": "judge", "cases": [(1, 1)]}, "cases"),
+        ({"code": "x", "task_type": "judge", "cases": [("a", "b", "c")]}, "cases"),
+        ({"code": "x", "task_type": "judge", "cases": [Case(stdin="a")]}, "cases"),  # type: ignore[arg-type]
+        *(
+            ({"code": "x", "task_type": "function", "function": "f", "arguments": wrong}, "arguments")
+            for wrong in ("abc", b"abc", {"a": 1}, {1, 2}, 5, None, iter([1]))
+        ),
+        *(
+            ({"code": "x", "task_type": "function", "function": "f", "keywords": wrong}, "keywords")
+            for wrong in ("ab", ["ab"], {1: 2})
+        ),
     ],
 )
 def test_the_field_at_fault_is_named(fields: dict[str, Any], field: str) -> None:

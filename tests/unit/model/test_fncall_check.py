@@ -101,6 +101,8 @@ def test_good_calls(spec: FnCallSpec) -> None:
         (FUNCTION, "function", "f()"),
         (FUNCTION, "function", ""),
         (FUNCTION, "arguments", "{"),
+        (FUNCTION, "arguments", '[["\ud800"], {}]'),
+        (FUNCTION, "arguments", "[[NaN], {}]"),
         (FUNCTION, "arguments", "[1, 2]"),
         (FUNCTION, "arguments", "[" * 100_000),
         (FUNCTION, "imports", ("os; import sys",)),
