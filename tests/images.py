@@ -92,6 +92,30 @@ def make_part(
         return store.publish(name, layers=[layer], config=ImageConfig(env=env or {}), source="test", replace=True)
 
 
+def make_many_layers(store: ImageStore, name: str, count: int) -> Image:
+    """An image of that many layers: busybox, and `/layers/N` from each further one. The last but one removes what the
+    first of these has at /gone, and hides what it has in /opaque.
+    """
+    layers = list(make_busybox_image(store).layers)
+    for number in range(1, count):
+        files = {f"/layers/{number}": f"{number}\n"}
+        if number == 1:
+            files |= {"/gone": "", "/opaque/old": ""}
+        if number == count - 2:
+            hidden = make_part(
+                store,
+                f"{name}-{number}",
+                {**files, "/opaque/new": ""},
+                role=LayerRole.BASE,
+                removed=["/gone"],
+                opaque=["/opaque"],
+            )
+            layers += hidden.layers
+        else:
+            layers += make_part(store, f"{name}-{number}", files, role=LayerRole.BASE).layers
+    return store.publish(name, layers=layers, config=ImageConfig(), source="test")
+
+
 def _publish(
     store: ImageStore, name: str, config: ImageConfig, *, applets: Sequence[str] | None, files: Mapping[str, bytes]
 ) -> Image:

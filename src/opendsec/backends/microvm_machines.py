@@ -18,9 +18,10 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from opendsec.backends.microvm_disk import copy_sparse, make_ext4
+from opendsec.backends.microvm_layers import PACKED_FILE, LayerDisks, LayerDrives, layer_drives
 from opendsec.backends.microvm_shape import MIB, OVERHEAD_MIB, Boot, Shape, identity, machine, setup, template_key
 from opendsec.backends.microvm_templates import MACHINE, Templates
-from opendsec.errors import HostCapabilityError, StartError
+from opendsec.errors import SandboxLostError, StartError
 from opendsec.guest.base import Exit, Guest, GuestError, GuestLostError, StartCommand
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.launch import GUEST_PATH
@@ -31,7 +32,6 @@ from opendsec.store.loading.base import LayerFiles
 from opendsec.vm.base import Place, Vm, Vmm
 from opendsec.vm.initrd import write_initrd
 from opendsec.vm.kernels import find_kernel
-from opendsec.vm.qemu_line import CONSOLE
 
 GROUP = "template-"
 """How control groups of machines that are being made begin."""
@@ -55,6 +55,7 @@ class Machines:
         self._run_dir = run_dir / "microvm"
         self._kernels = kernels
         self._templates = Templates(self._state_dir / "templates")
+        self._disks = LayerDisks(self._state_dir / "layers")
         self._restoring = asyncio.Semaphore(MAX_RESTORES)
         self._groups: CgroupDriver | None = None
         self._network: SandboxNetwork | None = None
@@ -66,12 +67,6 @@ class Machines:
         """
         self._groups, self._network, self._host_id = groups, network, host_id
         kernel = await asyncio.to_thread(find_kernel, self._kernels)
-        if not kernel.facts.command_line_devices and self._vmm.binding.vmm == "qemu-microvm":
-            raise HostCapabilityError(
-                f"the guest kernel {kernel.name} finds devices by ACPI only, which is off in QEMU's microvm machine",
-                detail={"probe": "vmkernel"},
-                remedy="opendsec kernel install, or `opendsec kernel use` one from a wheel or source",
-            )
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         initrd = await asyncio.to_thread(write_initrd, self._state_dir, agent=GUEST_PATH, modules=kernel.modules)
         self.boot = Boot(
@@ -79,6 +74,7 @@ class Machines:
             kernel_digest=kernel.facts.sha256,
             initrd=initrd,
             command_line=self._vmm.command_line(),
+            acpi=not kernel.facts.command_line_devices,
         )
         for name, group_class in groups.names():
             if name.startswith(GROUP):
@@ -87,6 +83,7 @@ class Machines:
         await asyncio.to_thread(shutil.rmtree, self._run_dir, ignore_errors=True)
         self._run_dir.mkdir(mode=0o711)
         await asyncio.to_thread(self._templates.open)
+        await asyncio.to_thread(self._disks.open)
 
     # ── copies ──────────────────────────────────────────────────────────────────────────────────────────────────────
 
@@ -98,7 +95,7 @@ class Machines:
         key = template_key(image, shape, self.boot, self._vmm.binding)
 
         async def make(work: Path) -> None:
-            await self._make(work, shape, layers)
+            await self._make(work, image, shape, layers)
 
         while True:
             template = await self._templates.get(key, make)
@@ -108,6 +105,16 @@ class Machines:
                 await asyncio.to_thread(_undo, base, shape.disks)
             else:
                 return
+
+    async def drives(self, image: Image, shape: Shape, layers: Sequence[LayerFiles], directory: Path) -> LayerDrives:
+        """How the image's files reach a machine whose disks lie in `directory`, which gets one more where it needs one.
+
+        Raises StartError, DiskFullError, OSError.
+        """
+        room = None if self._vmm.most_drives is None else self._vmm.most_drives - len(shape.disks)
+        found = await asyncio.to_thread(layer_drives, image.layers, layers, room=room)
+        await self._disks.hold(found, directory)
+        return found
 
     async def discard(self, image: Image, shape: Shape) -> None:
         """The template turned out to be damaged."""
@@ -121,25 +128,28 @@ class Machines:
 
     # ── templates ───────────────────────────────────────────────────────────────────────────────────────────────────
 
-    async def _make(self, work: Path, shape: Shape, layers: Sequence[LayerFiles]) -> None:
+    async def _make(self, work: Path, image: Image, shape: Shape, layers: Sequence[LayerFiles]) -> None:
         name = f"{GROUP}{secrets.token_hex(8)}"
         directory = self._run_dir / name
         directory.mkdir(mode=0o711)
         try:
             for disk in shape.disks:
                 await make_ext4(work / disk, size_bytes=shape.disk_mib * MIB)
+            drives = await self.drives(image, shape, layers, work)
             async with self._tap(shape) as tap, self._group(name, shape) as procs:
-                spec = machine(shape, self.boot, layers, disks=work, tap=tap, mac="02:0d:5e:ff:ff:ff")
+                spec = machine(shape, self.boot, drives, disks=work, tap=tap, mac="02:0d:5e:ff:ff:ff")
                 place = Place(directory=directory, cgroup_procs=procs, host_id=self._host_id)
                 vm = await self._vmm.boot(spec, place)
                 try:
                     serials = {drive.name: self._vmm.serial_of(drive) for drive in spec.drives}
+                    serials |= {part.name: f"part@{part.name}" for part in drives.packed}
                     await self._bring_up(vm, shape, layers, serials)
                     await _save(vm, work / MACHINE)
                 except (GuestError, GuestLostError, TimeoutError) as error:
-                    raise StartError(f"the guest did not come up: {error}{_said(directory)}") from error
+                    raise StartError(f"the guest did not come up: {error}{_said(vm)}") from error
                 finally:
                     await vm.kill()
+            (work / PACKED_FILE).unlink(missing_ok=True)
         finally:
             await asyncio.to_thread(remove_tree, directory)
 
@@ -226,9 +236,9 @@ def _undo(base: Path, disks: Sequence[str]) -> None:
         path.unlink(missing_ok=True)
 
 
-def _said(directory: Path) -> str:
+def _said(vm: Vm) -> str:
     try:
-        said = (directory / CONSOLE).read_bytes()[-_CONSOLE_TAIL:].decode(errors="replace").strip()
-    except FileNotFoundError:
+        said = vm.console().strip()[-_CONSOLE_TAIL:]
+    except SandboxLostError:
         return ""
     return f"; its console ends with: {said}" if said else ""

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from opendsec.backends.microvm_layers import LayerDrives
 from opendsec.errors import InvalidSpecError
 from opendsec.guest.machine import ExtraDisk, GuestSetup, Identity, RootLayer
 from opendsec.linux.cgroup import CgroupLimits
@@ -72,6 +73,8 @@ class Boot:
     kernel_digest: str
     initrd: Path
     command_line: str
+    acpi: bool = False
+    """The kernel finds its devices by ACPI tables only."""
 
 
 def shape_of(spec: SandboxSpec, image: Image) -> Shape:
@@ -119,15 +122,9 @@ def template_key(image: Image, shape: Shape, boot: Boot, binding: Binding) -> st
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def machine(
-    shape: Shape, boot: Boot, layers: Sequence[LayerFiles], *, disks: Path, tap: str | None, mac: str
-) -> MachineSpec:
-    """The machine; `layers` lowest first, `disks` the directory of its writable ones."""
-    drives: list[Drive] = []
-    for number, files in enumerate(layers):
-        drives.append(Drive(name=f"l{number}-meta", path=files.meta))
-        if files.data is not None:
-            drives.append(Drive(name=f"l{number}-data", path=files.data))
+def machine(shape: Shape, boot: Boot, layers: LayerDrives, *, disks: Path, tap: str | None, mac: str) -> MachineSpec:
+    """The machine; `disks`: the directory of its writable ones, and of the one that was made of layers."""
+    drives = list(layers.given(disks))
     for name, file in zip((WRITABLE, DATA_DRIVE), shape.disks, strict=False):
         drives.append(Drive(name=name, path=disks / file, read_only=False))
     return MachineSpec(
@@ -136,6 +133,7 @@ def machine(
         command_line=boot.command_line,
         memory_mib=shape.memory_mib,
         cpus=shape.cpus,
+        acpi=boot.acpi,
         drives=tuple(drives),
         card=None if tap is None else Card(tap=tap, mac=mac),
     )

@@ -41,6 +41,8 @@ class Drive:
     path: Path
     """A raw file."""
     read_only: bool = True
+    parted: bool = False
+    """A read-only disk of partitions, of which the guest finds each by its own name (`part@NAME`)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +66,8 @@ class MachineSpec:
     cpus: int = 1
     drives: tuple[Drive, ...] = ()
     card: Card | None = None
+    acpi: bool = False
+    """The kernel finds its devices by ACPI tables only."""
     balloon: bool = False
     """Free pages are given back to the host, where the driver can."""
 
@@ -101,6 +105,10 @@ class Vm(ABC):
         """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError."""
 
     @abstractmethod
+    def console(self) -> str:
+        """What its guest has printed while it booted, cut to 64 KiB. Raises SandboxLostError."""
+
+    @abstractmethod
     async def pause(self) -> None:
         """Its processors stand still. Idempotent."""
 
@@ -133,6 +141,8 @@ class Vmm(ABC):
 
     degraded: str = ""
     """After `open`: why it is slower than it could be; "": it is not."""
+    most_drives: int | None = None
+    """After `open`: of one machine, read-only and writable together; None: read-only ones cost nothing."""
 
     @property
     @abstractmethod

@@ -41,6 +41,7 @@ class ChosenVmm(Vmm):
         chosen, reason = await asyncio.to_thread(self._choose)
         await chosen.open()
         self._chosen = chosen
+        self.most_drives = chosen.most_drives
         self.degraded = "; ".join(part for part in (chosen.degraded, reason) if part)
 
     def _choose(self) -> tuple[Vmm, str]:

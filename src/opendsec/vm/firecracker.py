@@ -79,6 +79,7 @@ class FirecrackerVmm(Vmm):
         remote: Callable[[Path], bool] = is_remote,
         read_s: float = READ_S,
     ) -> None:
+        self.most_drives = MAX_DRIVES
         self._programs = programs
         self._rates = rates or Rates()
         self._run_dir = run_dir

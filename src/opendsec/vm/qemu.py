@@ -49,6 +49,8 @@ from opendsec.vm.kvm import Kvm, usable_kvm
 from opendsec.vm.qemu_drives import Part, parted_disk
 from opendsec.vm.qemu_line import (
     AGENT_SOCKET,
+    CONSOLE,
+    CONSOLE_BYTES,
     EMPTY_ROOT,
     LAYERS_DISK,
     LAYERS_HEAD,
@@ -57,6 +59,7 @@ from opendsec.vm.qemu_line import (
     Line,
     arguments,
     check_slots,
+    is_behind_one,
     numbers_of,
     version_of,
     words_of,
@@ -134,7 +137,7 @@ class QemuVmm(Vmm):
 
     def serial_of(self, drive: Drive) -> str:
         """Read-only drives are partitions of one disk."""
-        return f"part@{drive.name}" if drive.read_only else drive.name
+        return f"part@{drive.name}" if is_behind_one(drive) else drive.name
 
     async def boot(self, spec: MachineSpec, place: Place) -> Vm:
         memory = place.directory / memory_files.MEMORY
@@ -236,6 +239,15 @@ class QemuVm(Vm):
                 return self._guest
             wait_s *= 2
             await asyncio.sleep(BETWEEN_TRIES_S)
+
+    def console(self) -> str:
+        """Of a machine that was booted; a restored one's QEMU keeps to itself."""
+        try:
+            with (self._directory / CONSOLE).open("rb") as file:
+                file.seek(max(0, os.fstat(file.fileno()).st_size - CONSOLE_BYTES))
+                return file.read(CONSOLE_BYTES).decode("utf-8", "replace")
+        except FileNotFoundError:
+            return ""
 
     async def pause(self) -> None:
         await self._execute("stop")
@@ -346,8 +358,11 @@ class QemuVm(Vm):
         return b""
 
     async def _execute(self, command: str) -> None:
-        async with self._monitor() as qmp:
-            await qmp.execute(command)
+        try:
+            async with self._monitor() as qmp:
+                await qmp.execute(command)
+        except MonitorError as error:
+            raise NodeError(f"QEMU does not do what it is asked: {error}") from error
 
     @contextlib.asynccontextmanager
     async def _monitor(self) -> AsyncIterator[Monitor]:
@@ -426,7 +441,7 @@ def _make_whole(base: Path, target: Path) -> None:
 
 
 def _write_layers_disk(spec: MachineSpec, directory: Path) -> None:
-    drives = [drive for drive in spec.drives if drive.read_only]
+    drives = [drive for drive in spec.drives if is_behind_one(drive)]
     if not drives:
         return
     parts = [Part(name=each.name, path=str(each.path), size=each.path.stat().st_size) for each in drives]

@@ -40,6 +40,14 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """What lies before the files and after them."""
+
+    head: bytes
+    tail: bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PartedDisk:
     """What has to lie in files of its own: both ends of the disk, and the description QEMU reads."""
 
@@ -53,20 +61,25 @@ def parted_disk(parts: Sequence[Part], *, head: str, tail: str) -> PartedDisk:
 
     Raises ValueError for more than 128 files, and for paths a description cannot hold.
     """
-    if len(parts) > MAX_PARTITIONS:
-        raise ValueError(f"{len(parts)} drives, at most {MAX_PARTITIONS}")
     for path in (head, tail, *(part.path for part in parts)):
         if len(path.encode()) > 511 or '"' in path or "\n" in path:
             raise ValueError(f"{path!r} cannot be named in a disk's description")
+    ends = ends_of(parts)
+    return PartedDisk(head=ends.head, tail=ends.tail, description=_description(parts, head, tail))
+
+
+def ends_of(parts: Sequence[Part]) -> Ends:
+    """Both tables of a disk of these files, each filled up to a sector. Raises ValueError for more than 128."""
+    if len(parts) > MAX_PARTITIONS:
+        raise ValueError(f"{len(parts)} drives, at most {MAX_PARTITIONS}")
     last = HEAD_SECTORS + sum(part.sectors for part in parts) + TAIL_SECTORS - 1
     table = _table(parts)
     disk = uuid.uuid5(_NAMESPACE, "\n".join(part.name for part in parts)).bytes_le
     first_head = _header(disk, table, at=1, other=last, entries=2, last=last)
     second_head = _header(disk, table, at=last, other=1, entries=last - _TABLE_SECTORS, last=last)
-    return PartedDisk(
+    return Ends(
         head=(_protective_record(last) + first_head + table).ljust(HEAD_SECTORS * SECTOR, b"\0"),
         tail=table + second_head,
-        description=_description(parts, head, tail),
     )
 
 

@@ -10,17 +10,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from opendsec.vm.base import Accelerator, MachineSpec
+from opendsec.vm.base import Accelerator, Drive, MachineSpec
 from opendsec.vm.guest_setup import SERIAL_PORT
 
 QMP_SOCKET, AGENT_SOCKET, CONSOLE, EMPTY_ROOT = "qmp.sock", "agent.sock", "console", "root"
 LAYERS_DISK, LAYERS_HEAD, LAYERS_TAIL = "layers.vmdk", "layers.head", "layers.tail"
 SLOTS = 8
-"""virtio-mmio transports of the machine without ACPI (hw/i386/microvm.c)."""
+"""virtio-mmio transports of the machine without ACPI (hw/i386/microvm.c); with it, there are more."""
 CONSOLE_BYTES = 65_536
 TRANSLATED_MIB = 64
 """TCG's cache of translated code: as much as is used becomes memory."""
-_MACHINE = "microvm,x-option-roms=off,rtc=on,isa-serial=off,acpi=off,auto-kernel-cmdline=on,suppress-vmdesc=on"
+_MACHINE = "microvm,x-option-roms=off,rtc=on,isa-serial=off,auto-kernel-cmdline=on,suppress-vmdesc=on"
 """rtc: without it the kernel waits two seconds for one."""
 _SANDBOX = "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
 """`elevateprivileges` stays, or QEMU could not drop root itself; what it installs sets no_new_privs."""
@@ -45,14 +45,20 @@ class Line:
 
 def check_slots(spec: MachineSpec) -> str:
     """Why this machine does not fit, or ""."""
-    writable = [drive for drive in spec.drives if not drive.read_only]
-    used = 1 + len(writable) + (len(writable) < len(spec.drives)) + (spec.card is not None) + spec.balloon
+    alone = [drive for drive in spec.drives if not is_behind_one(drive)]
+    used = 1 + len(alone) + (len(alone) < len(spec.drives)) + (spec.card is not None) + spec.balloon
     return f"{used} devices, the machine has {SLOTS} slots" if used > SLOTS else ""
+
+
+def is_behind_one(drive: Drive) -> bool:
+    """Whether it is a partition of the one disk of all such drives."""
+    return drive.read_only and not drive.parted
 
 
 def arguments(spec: MachineSpec, line: Line) -> list[str]:
     """All arguments."""
-    argv = ["-M", f"{_MACHINE},memory-backend=mem0", *_accelerator(line)]
+    acpi = "on" if spec.acpi else "off"
+    argv = ["-M", f"{_MACHINE},acpi={acpi},memory-backend=mem0", *_accelerator(line)]
     argv += ["-smp", str(spec.cpus), "-m", f"{spec.memory_mib}M", "-object", _memory(spec, line)]
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-S"]
     argv += ["-global", "migration.send-configuration=off"]  # what is saved here are the devices and nothing else
@@ -98,12 +104,13 @@ def _drives(spec: MachineSpec, directory: Path) -> list[str]:
     errors = (
         "werror=report,rerror=report"  # a guest whose host has no room gets EIO; the default would stop it for ever
     )
-    if any(drive.read_only for drive in spec.drives):
+    if any(is_behind_one(drive) for drive in spec.drives):
         disk = escaped(str(directory / LAYERS_DISK))
         argv += ["-blockdev", f"driver=vmdk,node-name=layers,read-only=on,file.driver=file,file.filename={disk}"]
         argv += ["-device", f"virtio-blk-device,drive=layers,serial=layers,{errors}"]
-    for number, drive in enumerate(each for each in spec.drives if not each.read_only):
-        file = f"driver=raw,node-name=disk{number},discard=unmap,file.driver=file,file.discard=unmap"
+    for number, drive in enumerate(each for each in spec.drives if not is_behind_one(each)):
+        ways = "read-only=on" if drive.read_only else "discard=unmap,file.discard=unmap"
+        file = f"driver=raw,node-name=disk{number},{ways},file.driver=file"
         argv += ["-blockdev", f"{file},file.filename={escaped(str(drive.path))}"]
         argv += ["-device", f"virtio-blk-device,drive=disk{number},serial={drive.name},{errors}"]
     return argv
