@@ -335,8 +335,8 @@ class FullVmBackend(Backend):
             return
         if grace_s > 0:
             with contextlib.suppress(TimeoutError, NodeError, SandboxLostError):
-                await live.machine.press_power()
                 async with asyncio.timeout(grace_s):
+                    await live.machine.press_power()
                     await live.machine.wait_ended()
         self._groups.kill(handle.sandbox_id)
         await self._forget(handle.sandbox_id)

@@ -18,7 +18,7 @@ from opendsec.errors import InvalidSpecError, NodeError, UnsupportedError
 from opendsec.model.keymap import QCODES, Stroke, strokes
 from opendsec.model.screen import Action, ActionKind, ScreenSize
 from opendsec.vm.q35 import Q35Machine
-from opendsec.vm.qmp import Monitor, MonitorError
+from opendsec.vm.qmp import MonitorError
 
 MAX_PICTURE_BYTES = 128 * 1024 * 1024
 """Of one PNG; more than the largest picture the display adapters here can hold."""
@@ -81,16 +81,14 @@ async def act(machine: Q35Machine, actions: Sequence[Action]) -> None:
     if any(action.kind is ActionKind.MOVE for action in actions):
         _, size = await take_picture(machine)
         _check_inside(actions, size)
-    async with machine.monitor() as qmp:
-        if size is not None:
-            await _require_tablet(qmp)
-        hand = _Hand(qmp, size)
-        try:
-            for action in actions:
-                await hand.do(action)
-        except BaseException:
-            await asyncio.shield(hand.let_go())
-            raise
+        await _require_tablet(machine)
+    hand = _Hand(machine, size)
+    try:
+        for action in actions:
+            await hand.do(action)
+    except BaseException:
+        await asyncio.shield(hand.let_go())
+        raise
 
 
 def _check_inside(actions: Sequence[Action], size: ScreenSize) -> None:
@@ -104,8 +102,9 @@ def _check_inside(actions: Sequence[Action], size: ScreenSize) -> None:
             )
 
 
-async def _require_tablet(qmp: Monitor) -> None:
-    mice = await qmp.execute("query-mice")
+async def _require_tablet(machine: Q35Machine) -> None:
+    async with machine.monitor() as qmp:
+        mice = await qmp.execute("query-mice")
     if not any(mouse["current"] and mouse["absolute"] for mouse in mice):
         raise UnsupportedError(
             "the guest reads no tablet, so the pointer cannot be put at a place",
@@ -116,10 +115,12 @@ async def _require_tablet(qmp: Monitor) -> None:
 
 
 class _Hand:
-    """Presses and remembers what is down."""
+    """Presses and remembers what is down. It takes the monitor for each event anew: a long text takes minutes, and
+    whoever pauses the machine or looks at its screen meanwhile is not kept waiting.
+    """
 
-    def __init__(self, qmp: Monitor, size: ScreenSize | None) -> None:
-        self._qmp = qmp
+    def __init__(self, machine: Q35Machine, size: ScreenSize | None) -> None:
+        self._machine = machine
         self._size = size
         self._down: list[Event] = []
 
@@ -164,7 +165,8 @@ class _Hand:
 
     async def _send(self, *events: Event) -> None:
         try:
-            await self._qmp.execute("input-send-event", {"events": list(events)})
+            async with self._machine.monitor() as qmp:
+                await qmp.execute("input-send-event", {"events": list(events)})
         except MonitorError as error:
             raise NodeError(f"the machine takes no input: {error}", retryable=True) from error
         await asyncio.sleep(KEY_S)

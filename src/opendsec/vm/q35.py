@@ -252,6 +252,13 @@ class Q35Machine:
                 raise SandboxLostError("the machine has ended") from error
             raise NodeError(f"QEMU (pid {self.pid}) does not answer: {error}") from error
 
+    async def _execute(self, command: str) -> None:
+        try:
+            async with self.monitor() as qmp:
+                await qmp.execute(command)
+        except MonitorError as error:
+            raise NodeError(f"QEMU does not do what it is asked: {error}") from error
+
     async def wait_loaded(self, *, timeout_s: float) -> None:
         """Until its devices are made and a saved state is in. Raises TimeoutError as NodeError."""
         end = time.monotonic() + timeout_s
@@ -263,13 +270,11 @@ class Q35Machine:
 
     async def pause(self) -> None:
         """Its processors stand still. Idempotent."""
-        async with self.monitor() as qmp:
-            await qmp.execute("stop")
+        await self._execute("stop")
 
     async def resume(self) -> None:
         """Undo `pause`. Idempotent."""
-        async with self.monitor() as qmp:
-            await qmp.execute("cont")
+        await self._execute("cont")
 
     async def is_paused(self) -> bool:
         """Whether it stands still."""
@@ -278,26 +283,31 @@ class Q35Machine:
 
     async def press_power(self) -> None:
         """What a guest makes of its power button is its own business."""
-        async with self.monitor() as qmp:
-            await qmp.execute("system_powerdown")
+        await self._execute("system_powerdown")
 
     async def save(self, target: Path, state: Path) -> None:
         """Memory, devices and disk below `target`; it stands still meanwhile and goes on as it was.
 
         `state`: the directory of its overlay. Raises DiskFullError, NodeError.
         """
-        with disk_full_named(target):
-            async with self.monitor() as qmp:
-                running = (await qmp.execute("query-status"))["running"]
-                await qmp.execute("stop")
-                try:
-                    await _migrate(qmp, target / STATE)
-                    await asyncio.to_thread(_copy_disk, state, target)
-                finally:
-                    # Also one that was paused: only then are its files its own again.
-                    await qmp.execute("cont")
-                    if not running:
-                        await qmp.execute("stop")
+        try:
+            with disk_full_named(target):
+                await self._save(target, state)
+        except MonitorError as error:
+            raise NodeError(f"QEMU does not save the machine: {error}") from error
+
+    async def _save(self, target: Path, state: Path) -> None:
+        async with self.monitor() as qmp:
+            running = (await qmp.execute("query-status"))["running"]
+            await qmp.execute("stop")
+            try:
+                await _migrate(qmp, target / STATE)
+                await asyncio.to_thread(_copy_disk, state, target)
+            finally:
+                # Also one that was paused: only then are its files its own again.
+                await qmp.execute("cont")
+                if not running:
+                    await qmp.execute("stop")
 
     async def kill(self) -> None:
         """End it at once; returns when it is gone. Idempotent."""
