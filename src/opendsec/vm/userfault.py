@@ -312,10 +312,10 @@ def main() -> None:
     with socket.socket(fileno=CONTROL) as control:
         while all_served or time.monotonic() - needed_at < idle_s:
             control.settimeout(CLOSING_S if closing else WATCH_S)
+            _watch(all_served, read_s)  # also while others are started without a pause
             try:
                 connection, _ = control.accept()
             except TimeoutError:
-                _watch(all_served, read_s)
                 if all_served:
                     needed_at = time.monotonic()
                 continue

@@ -23,7 +23,7 @@ from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_machine import FirecrackerVm, Record
 from opendsec.vm.firecracker_start import Programs
 from opendsec.vm.remote import is_remote
-from opendsec.vm.userfault_client import MemoryServer
+from opendsec.vm.userfault_client import SOCKET, MemoryServer
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.firecracker, pytest.mark.fuse]
 
@@ -103,14 +103,26 @@ async def test_a_store_that_fails_ends_the_machine_and_says_so(yard: Yard, far: 
     assert "Input/output error" in await ended(vm)
 
 
+async def _keep_busy(yard: Yard) -> None:
+    """Requests without a pause, as of an edge that starts machine after machine."""
+    while True:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as other:
+            other.connect(str(yard.run_dir / SOCKET))
+            other.send(b"?")
+        await asyncio.sleep(0.02)
+
+
 @pytest.mark.parametrize("yard", [IMPATIENT_S], indirect=True)
 async def test_a_store_that_hangs_ends_the_machine_in_time(yard: Yard, far: tuple[Path, Told]) -> None:
     store, told = far
     vm = await yard.restore(store)
     guest = await yard.guest(vm)
     told.hang_after = 0
-    with pytest.raises(GuestLostError):
-        await run(guest, 1, "check 2048 7")
+    starting = asyncio.ensure_future(_keep_busy(yard))
+    async with asyncio.timeout(15):
+        with pytest.raises(GuestLostError):
+            await run(guest, 1, "check 2048 7")
+    starting.cancel()
     assert f"did not arrive within {IMPATIENT_S:g} seconds" in await ended(vm)
     told.let_go()
 
