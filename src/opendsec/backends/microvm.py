@@ -61,8 +61,9 @@ from opendsec.errors import (
 from opendsec.guest.base import Guest, GuestError, GuestLostError
 from opendsec.linux.cgroup import CgroupDriver
 from opendsec.linux.network import SandboxNetwork
-from opendsec.linux.node_number import SLOTS, NodeNumber
+from opendsec.linux.node_number import NodeNumber
 from opendsec.linux.probe import Remembered
+from opendsec.linux.slots import MACHINE_SLOT, SLOTS
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport
@@ -171,7 +172,7 @@ class MicroVmBackend(Backend):
         try:
             self._number, self._driver = await self._ground.enter()
             self._network = self._given_network or network_of(self._number)
-            await machines.open(self._driver, self._network, host_id=host_root(self._number.first_slot + SLOTS - 1))
+            await machines.open(self._driver, self._network, host_id=host_root(self._number.first_slot + MACHINE_SLOT))
         except OSError as error:
             await self.close()
             raise HostCapabilityError(
@@ -372,14 +373,19 @@ class MicroVmBackend(Backend):
     async def _written(self, handle: Handle, guest: Guest, tree: Path) -> AsyncIterator[None]:
         """The upper directory at `tree`; once it is here, the whole machine stands still for the block."""
         kept = await asyncio.to_thread(read_kept, state_of(handle))
-        async with guest.frozen(timeout_ms=FREEZE_TIMEOUT_MS):
-            await receive_upper(guest.pack_upper(), tree, limits=UpperLimits(max_bytes=kept.shape.disk_mib * MIB))
-            vm = self._vms[handle.sandbox_id]
-            await vm.pause()
-            try:
-                yield
-            finally:
-                await vm.resume()
+        try:
+            async with guest.frozen(timeout_ms=FREEZE_TIMEOUT_MS):
+                await receive_upper(guest.pack_upper(), tree, limits=UpperLimits(max_bytes=kept.shape.disk_mib * MIB))
+                vm = self._vms[handle.sandbox_id]
+                await vm.pause()
+                try:
+                    yield
+                finally:
+                    await vm.resume()
+        except BaseException:
+            with contextlib.suppress(GuestLostError):  # its clock stood still; whoever connects next renews it
+                await self._renew(handle)
+            raise
         await self._renew(handle)
 
     async def _awake(self, handle: Handle) -> Guest:

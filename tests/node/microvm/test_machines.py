@@ -287,6 +287,22 @@ async def test_what_was_written_is_packed(place: Place) -> None:
             assert isinstance(await box.backend.recover(box.running.handle), Parked if parked else Running)
 
 
+async def test_a_pack_that_fails_leaves_no_clock_behind(box: Sandbox) -> None:
+    async def generation() -> bytes:
+        return (await box.run("cat /run/opendsec/generation")).stdout
+
+    async def fail() -> None:
+        async with box.backend.changes(box.running.handle, image=box.plan.image):
+            await asyncio.sleep(3)
+            raise RuntimeError("no room for the pack")
+
+    before = await generation()
+    with pytest.raises(RuntimeError, match="no room for the pack"):
+        await fail()
+    assert await generation() not in (b"", before)
+    assert int((await box.run("date +%s")).stdout) > time.time() - 2
+
+
 async def test_a_disk_for_what_cannot_lie_on_an_overlay(place: Place) -> None:
     image = replace(
         place.images["busybox"], config=replace(place.images["busybox"].config, labels={DATA_LABEL: "/var/lib/docker"})
