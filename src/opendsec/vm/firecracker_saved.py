@@ -27,6 +27,7 @@ from opendsec.errors import SnapshotInvalidError
 from opendsec.vm import sparse
 from opendsec.vm.base import Accelerator, Binding, MachineSpec
 from opendsec.vm.page_source import CHUNK, SUM_BYTES
+from opendsec.vm.processor import host_processor
 from opendsec.vm.saved import MANIFEST, SavedFile, SavedMachine, check_saved, checksum
 
 STATE, MEMORY, PAGES, SUMS = "state", "mem", "mem.pages", "mem.sums"
@@ -178,17 +179,4 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
 
 def binding_of(version: str) -> Binding:
     """Of Firecracker of that version on this host."""
-    return Binding(vmm="firecracker", version=version, accelerator=Accelerator.KVM, cpu_model=_cpu_model())
-
-
-def _cpu_model() -> str:
-    """The processor as guests see it: Firecracker passes it through. From /proc/cpuinfo."""
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping")
-    found: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text(encoding="ascii", errors="replace").splitlines():
-        key, _, value = line.partition(":")
-        if key.strip() in wanted:
-            found.setdefault(key.strip(), value.strip())
-        if len(found) == len(wanted):
-            break
-    return " ".join(found.get(key, "?") for key in wanted)
+    return Binding(vmm="firecracker", version=version, accelerator=Accelerator.KVM, cpu_model=host_processor())

@@ -31,9 +31,9 @@ from opendsec.store.programs import find_program
 from opendsec.vm import q35_line
 from opendsec.vm.base import Accelerator, Binding
 from opendsec.vm.kvm import Kvm, usable_kvm
+from opendsec.vm.processor import host_processor
 from opendsec.vm.q35_line import Q35Spec
 from opendsec.vm.q35_room import TPM_SERVER_FD, Entered, Room, enter
-from opendsec.vm.qemu import _host_processor as host_processor
 from opendsec.vm.qemu_line import version_of, words_of
 from opendsec.vm.qmp import Monitor, MonitorError, MonitorLostError, monitor
 

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import os
 import socket
 import time
@@ -46,6 +45,7 @@ from opendsec.vm import guest_memory as memory_files
 from opendsec.vm.base import Accelerator, Binding, Drive, MachineSpec, Place, Vm, Vmm
 from opendsec.vm.guest_setup import command_line
 from opendsec.vm.kvm import Kvm, usable_kvm
+from opendsec.vm.processor import host_processor
 from opendsec.vm.qemu_drives import Part, parted_disk
 from opendsec.vm.qemu_line import (
     AGENT_SOCKET,
@@ -76,7 +76,6 @@ FIRST_TRY_S = 4.0
 BETWEEN_TRIES_S = 0.05
 _POLL_S = 0.001
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-_CPU_INFO = Path("/proc/cpuinfo")
 
 
 class Record(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +123,7 @@ class QemuVmm(Vmm):
             raise HostCapabilityError(
                 f"QEMU does not say its version: {error}", detail={"probe": "qemu"}, remedy="reinstall qemu-system-x86"
             ) from error
-        model = "max" if accelerator is Accelerator.TCG else await asyncio.to_thread(_host_processor)
+        model = "max" if accelerator is Accelerator.TCG else await asyncio.to_thread(host_processor)
         if accelerator is Accelerator.TCG:  # the guest's counter is the host's
             self._tsc_khz = await asyncio.to_thread(tsc_khz)
         self._binding = Binding(vmm="qemu-microvm", version=version, accelerator=accelerator, cpu_model=model)
@@ -493,17 +492,3 @@ async def _ends_soon(pidfd: int) -> bool:
 
 def _boot_id() -> str:
     return _BOOT_ID.read_text(encoding="ascii").strip()
-
-
-def _host_processor() -> str:
-    """Model and microcode of this host's processor: with KVM, guests see all it has."""
-    wanted = ("vendor_id", "model name", "cpu family", "model", "stepping", "flags")
-    fields: dict[str, str] = {}
-    for line in _CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():
-        name, _, value = line.partition(":")
-        if not name.strip() and fields:
-            break
-        if name.strip() in wanted:
-            fields[name.strip()] = value.strip()
-    flags = hashlib.sha256(fields.pop("flags", "").encode()).hexdigest()[:12]
-    return " ".join([*fields.values(), f"flags {flags}"])
