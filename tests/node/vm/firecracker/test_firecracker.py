@@ -11,14 +11,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.node.vm.firecracker.yard import JAILED, PAGES, Yard
+from tests.node.vm.firecracker.yard import CONNECT_S, JAILED, PAGES, Yard
 from tests.node.vm.tiny_guest import run
 
 from opendsec.errors import StartError
 from opendsec.guest.base import GuestError, GuestLostError, StartCommand
+from opendsec.linux import process
 from opendsec.linux.cgroup import find_mounts
-from opendsec.vm.base import Card
-from opendsec.vm.firecracker import FirecrackerVmm, Rates
+from opendsec.vm.base import Card, Drive
+from opendsec.vm.firecracker import MAX_DRIVES, FirecrackerVmm, Rates
 from opendsec.vm.firecracker_start import CONSOLE_BYTES
 from opendsec.vm.kernels import file_digest
 
@@ -237,6 +238,30 @@ async def test_it_runs_in_the_groups_it_is_given(yard: Yard) -> None:
     finally:
         os.close(descriptor)
         group.rmdir()
+
+
+@pytest.mark.tun
+async def test_a_machine_takes_as_many_drives_as_are_said(yard: Yard) -> None:
+    tap = f"odsfc{os.getpid() % 100_000}m"
+    subprocess.run(["ip", "tuntap", "add", tap, "mode", "tap"], check=True, timeout=20)
+    try:
+        many = [Drive(name=f"d{number}", path=yard.disk / "base") for number in range(MAX_DRIVES - 1)]
+        card = Card(tap=tap, mac="06:00:00:00:00:01")
+        spec = replace(yard.spec, drives=(*many, yard.scratch("last")), card=card, balloon=True)
+        vm = yard.keep(await yard.vmm.boot(spec, yard.place(host_id=JAILED)))
+        async with asyncio.timeout(CONNECT_S):
+            while "tiny guest: ready" not in vm.console():
+                await asyncio.sleep(0.01)
+        others = 3 + yard.vmm.reports_free_pages  # card, vsock, entropy
+        assert vm.console().count("virtio_mmio.device=") == MAX_DRIVES + others
+        await vm.pause()
+        saved = yard.folder()
+        await vm.save(saved)
+        await vm.kill()
+        assert process.identify((await yard.restore(saved, spec=spec, host_id=JAILED)).pid) is not None
+        await yard.living()[0].kill()
+    finally:
+        subprocess.run(["ip", "link", "delete", tap], check=True, timeout=20)
 
 
 @pytest.mark.tun

@@ -4,6 +4,7 @@ pause and resume with what was in memory, snapshot and a start from it, found ag
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import tempfile
@@ -15,12 +16,14 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.capabilities import STATE_DIR
-from tests.images import make_busybox_image
+from tests.images import make_busybox_image, make_many_layers
 from tests.node.vm.tiny_guest import run
 
 from opendsec.backends.base import Handle, Parked, Running, StartPlan
 from opendsec.backends.ground import FORWARDING, Ground
 from opendsec.backends.microvm import MicroVmBackend
+from opendsec.backends.microvm_files import PLACE
+from opendsec.backends.microvm_layers import PACKED_FILE
 from opendsec.guest.base import Guest
 from opendsec.linux.network import SandboxNetwork
 from opendsec.model.ids import new_sandbox_id
@@ -31,6 +34,7 @@ from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
 from opendsec.vm.base import WantedVmm
 from opendsec.vm.chosen import ChosenVmm
+from opendsec.vm.firecracker import MAX_DRIVES
 from opendsec.vm.kernels import KernelFacts, file_digest, kernels_directory
 
 pytestmark = [
@@ -57,6 +61,7 @@ class Node:
     run: Path
     layers: LayerMounts
     image: Image
+    store: ImageStore
 
     def backend(self) -> MicroVmBackend:
         network = SandboxNetwork(
@@ -98,9 +103,8 @@ async def node(kernel: Path) -> AsyncIterator[Node]:
     install_kernel(kernel, state)
     (state / "vmm").symlink_to(STATE_DIR / "vmm")
     store = ImageStore(state / "store")
-    made = Node(
-        state, place, LayerMounts(DirectLoader(store, state / "metadata"), place / "layers"), make_busybox_image(store)
-    )
+    layers = LayerMounts(DirectLoader(store, state / "metadata"), place / "layers")
+    made = Node(state, place, layers, make_busybox_image(store), store)
     yield made
     made.layers.unmount_all()
     shutil.rmtree(place)
@@ -150,6 +154,27 @@ async def test_the_whole_life_of_sandboxes(node: Node) -> None:
         assert isinstance(await again.recover(handle), Running)
     await destroy(again, *plans)
     await again.close()
+
+
+async def test_an_image_of_more_layers_than_drives(node: Node) -> None:
+    node.image = make_many_layers(node.store, "many", 9)
+    backend = node.backend()
+    await backend.open()
+    assert backend._vmm.most_drives == MAX_DRIVES
+    backend._vmm.most_drives = 5  # this guest has interrupts for so many; test_firecracker.py has all
+    plan = node.plan(0)
+    made = await backend.start(plan)
+    assert made.guest is not None
+    vm = json.loads((plan.run_dir / PLACE / "vm.json").read_bytes())
+    drives = vm["shape"]["drives"]
+    assert (len(drives), drives[-2:]) == (5, [["layers", True], ["disk", False]])
+    assert await run(made.guest, 2, "fill 500 1") == (0, b"500")
+    await backend.pause(made.handle)
+    assert (plan.state_dir / PACKED_FILE).stat().st_nlink == 2
+    await backend.resume(made.handle)
+    assert await run(await _guest(backend, made.handle), 3, "check 500 1") == (0, b"0")
+    await destroy(backend, plan)
+    await backend.close()
 
 
 async def _guest(backend: MicroVmBackend, handle: Handle) -> Guest:
