@@ -43,9 +43,10 @@ from opendsec.linux.cgroup_files import GroupFiles
 from opendsec.linux.disk import MOUNT, make_disk, remove_disk
 from opendsec.linux.launch import Launched, Launcher, LaunchError, install_guest
 from opendsec.linux.network import SandboxNetwork
-from opendsec.linux.node_number import SLOTS, NodeNumber
+from opendsec.linux.node_number import NodeNumber
 from opendsec.linux.probe import CONTAINER_NEEDS, Remembered
 from opendsec.linux.process import ProcessIdentity
+from opendsec.linux.slots import SLOTS
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport

@@ -20,7 +20,7 @@ server.
     OPENDSEC_GPU_INVENTORY     a file that makes up GPUs for tests of placement; unset: what the driver says
     OPENDSEC_EDGE_CGROUP       top control group (opendsec; opendsec-1, -2, … for further platforms on this kernel)
     OPENDSEC_EDGE_STARTS       sandboxes started at once (16)
-    OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (4096)
+    OPENDSEC_EDGE_MAX_LIVE     sandboxes at most (3839)
     OPENDSEC_EDGE_MEMORY_FLOOR_MB, OPENDSEC_EDGE_DISK_FLOOR_MB    nothing is admitted below these (512, 1024)
     OPENDSEC_EDGE_KEEP_ENDED   seconds an ended sandbox's results can be asked for (3600)
     OPENDSEC_LOG_LEVEL         debug, info, warning, error (info)
@@ -42,7 +42,7 @@ from pathlib import Path
 from opendsec import errors
 from opendsec.backends.ground import Ground
 from opendsec.edge.backends import Means, make_backends
-from opendsec.edge.calls import MOST_SANDBOXES, carrying_out
+from opendsec.edge.calls import carrying_out
 from opendsec.edge.image_desk import ImageDesk
 from opendsec.edge.images import AnyImage, ImageSource
 from opendsec.edge.node import Node
@@ -176,8 +176,6 @@ def _allow_many_files() -> int:
 def within_descriptors(settings: EdgeSettings, descriptors: int) -> EdgeSettings:
     """The same with no more sandboxes than descriptors allow: an edge that has none left could not even end one."""
     most = max(1, (descriptors - RESERVED_DESCRIPTORS) // DESCRIPTORS_PER_SANDBOX)
-    if BackendKind.FNCALL in settings.backends:
-        most = min(most, MOST_SANDBOXES)
     limits = replace(settings.node.limits, max_live=min(settings.node.limits.max_live, most))
     return replace(settings, node=replace(settings.node, limits=limits))
 

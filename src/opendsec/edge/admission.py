@@ -10,11 +10,12 @@ from dataclasses import dataclass
 
 from opendsec.backends.base import Capability
 from opendsec.errors import InvalidSpecError, UnschedulableError, UnsupportedError
+from opendsec.linux.slots import SANDBOX_SLOTS
 from opendsec.model.image import Image
 from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 
-MAX_SLOTS = 4096
-"""So many ranges of user ids one edge has; the others are for further edges of the same kernel."""
+MAX_SLOTS = len(SANDBOX_SLOTS)
+"""So many slots are for sandboxes of one edge; others of its ranges of user ids are for calls."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,7 +34,7 @@ class AdmissionLimits:
 
     memory_floor_mb: int = 512
     disk_floor_mb: int = 1024
-    max_live: int = 4096
+    max_live: int = MAX_SLOTS
     max_creating: int = 4096
     """Starts under way or waiting for their turn."""
 

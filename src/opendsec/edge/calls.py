@@ -22,8 +22,7 @@ from opendsec.fncall.engine import Engine
 from opendsec.fncall.gpu import GpuDesk, GpuInventory
 from opendsec.fncall.gpu_inventory import SETTING, probe, read_simulated
 from opendsec.fncall.settings import FnCallSettings
-from opendsec.fncall.starting import MAX_MEMBERS
-from opendsec.linux.node_number import SLOTS
+from opendsec.linux.slots import CALL_SLOTS
 from opendsec.model.fncall import FnCallResult, FnCallSpec
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind
@@ -31,8 +30,7 @@ from opendsec.model.spec import BackendKind
 log = logging.getLogger(__name__)
 
 DEFAULT_IMAGE = "debian"
-MOST_SANDBOXES = SLOTS - MAX_MEMBERS - 1
-"""Of an edge that carries out calls: the ranges of user ids above belong to these, the last one to virtual machines."""
+MOST_CONTAINERS = len(CALL_SLOTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +47,9 @@ class CallSettings:
 def read_calls(environment: Mapping[str, str]) -> CallSettings:
     """Raises InvalidSpecError naming the variable."""
     text = environment.get("OPENDSEC_FNCALL_CONTAINERS", "")
-    if text and not (text.isascii() and text.isdigit() and 1 <= int(text) <= MAX_MEMBERS):
+    if text and not (text.isascii() and text.isdigit() and 1 <= int(text) <= MOST_CONTAINERS):
         raise errors.InvalidSpecError(
-            f"OPENDSEC_FNCALL_CONTAINERS: {text!r} is not a number from 1 to {MAX_MEMBERS}",
+            f"OPENDSEC_FNCALL_CONTAINERS: {text!r} is not a number from 1 to {MOST_CONTAINERS}",
             detail={"field": "OPENDSEC_FNCALL_CONTAINERS"},
         )
     inventory = environment.get(SETTING, "")

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec import errors
-from opendsec.edge.admission import AdmissionLimits
+from opendsec.edge.admission import MAX_SLOTS, AdmissionLimits
 from opendsec.edge.backends import AUTO, FACTORIES
 from opendsec.edge.calls import CallSettings, read_calls
 from opendsec.edge.node import NodeSettings
@@ -24,8 +24,8 @@ class EdgeSettings:
 
     state_dir: Path
     store: str
-    loading: LoadingSettings
     """As `opendsec.store.location` understands it."""
+    loading: LoadingSettings
     run_dir: Path
     listen: Address
     token: str
@@ -65,7 +65,7 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
             start_concurrency=_number(environment, "OPENDSEC_EDGE_STARTS", 16, least=1),
             keep_ended_s=float(_number(environment, "OPENDSEC_EDGE_KEEP_ENDED", 3600)),
             limits=AdmissionLimits(
-                max_live=_number(environment, "OPENDSEC_EDGE_MAX_LIVE", 4096, least=1),
+                max_live=_number(environment, "OPENDSEC_EDGE_MAX_LIVE", MAX_SLOTS, least=1),
                 memory_floor_mb=_number(environment, "OPENDSEC_EDGE_MEMORY_FLOOR_MB", 512),
                 disk_floor_mb=_number(environment, "OPENDSEC_EDGE_DISK_FLOOR_MB", 1024),
             ),

@@ -26,15 +26,13 @@ from opendsec.fncall.settings import FnCallSettings
 from opendsec.fncall.zygote import ImportFailedError, Zygote, start_zygote
 from opendsec.guest.base import GuestError, GuestLostError
 from opendsec.linux.launch import Bind
-from opendsec.linux.node_number import SLOTS
+from opendsec.linux.slots import CALL_SLOTS
 from opendsec.model.ids import SandboxId, new_token
 from opendsec.model.image import Image
 from opendsec.model.spec import Resources, SandboxSpec
 
 log = logging.getLogger(__name__)
 
-MAX_MEMBERS = 256
-"""User ranges at the top of the platform's that belong to calls; the last of all belongs to microVMs."""
 START_MEMORY_MB = 4096
 """Limit while it starts and imports; each run has its own."""
 START_PROCESSES = 512
@@ -50,10 +48,10 @@ _LIMITS = {Capability.MEMORY_LIMIT: "memory_mb", Capability.PIDS_LIMIT: "process
 
 
 class Slots:
-    """The top ranges, each used by one container at a time."""
+    """Ranges of user ids that are of calls, each used by one container at a time."""
 
     def __init__(self) -> None:
-        self._free = list(range(SLOTS - 1 - MAX_MEMBERS, SLOTS - 1))
+        self._free = list(CALL_SLOTS)
 
     def take(self) -> int:
         """Raises CapacityError."""

@@ -23,9 +23,9 @@ from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Self
 
+from opendsec.linux.slots import SLOTS
+
 NUMBERS = range(14)
-SLOTS = 4096
-"""Sandboxes of one platform; with NUMBERS, all ranges of 65536 ids from 2^28 on."""
 _CLAIM = "opendsec.{}"
 _OWNER = "trusted.opendsec.owner"
 _ROOT = "trusted.opendsec.root"

@@ -12,7 +12,8 @@ import pytest
 
 from opendsec.linux import node_number
 from opendsec.linux.cgroup import find_mounts
-from opendsec.linux.node_number import NUMBERS, SLOTS, claim
+from opendsec.linux.node_number import NUMBERS, claim
+from opendsec.linux.slots import SLOTS
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.cgroup]
 

@@ -10,7 +10,7 @@ from opendsec.edge.settings import read_settings
 
 @pytest.mark.parametrize(
     ("descriptors", "asked", "most"),
-    [(1_048_576, "4096", 4096), (20_000, "4096", 4096), (1024, "4096", 288), (64, "9", 1)],
+    [(1_048_576, "3839", 3839), (20_000, "3839", 3839), (1024, "4096", 288), (64, "9", 1)],
 )
 def test_no_more_sandboxes_than_descriptors_allow(descriptors: int, asked: str, most: int) -> None:
     given = {"OPENDSEC_EDGE_MAX_LIVE": asked, "OPENDSEC_EDGE_BACKENDS": "container"}
