@@ -196,7 +196,7 @@ def test_a_taken_name_is_a_conflict(store: ImageStore, disk: Path) -> None:
     with pytest.raises(ConflictError):
         imported(store, "x", str(disk / "two"))
     assert store.get("x") == first
-    assert len(leftovers(store)) == len({"tag", "manifest", "blob"})
+    assert len(leftovers(store)) == len({"tag", "manifest", "blob", "names.json"})
 
 
 def test_a_taken_name_is_a_conflict_before_any_layer_is_unpacked(store: ImageStore, disk: Path) -> None:
