@@ -1,5 +1,6 @@
 """Which VMM runs the microVMs of this node: Firecracker where KVM runs guests at the processor's speed and it is
-installed, else QEMU; or the one that is named. Decided once, by `open`; what the other one saved is refused by name.
+installed and opens, else QEMU; or the one that is named. Decided once, by `open`; what the other one saved is refused
+by name, and machines that still run under it are found and go on under it.
 """
 
 from __future__ import annotations
@@ -8,10 +9,13 @@ import asyncio
 from pathlib import Path
 
 from opendsec.errors import HostCapabilityError
+from opendsec.guest.base import GuestLostError
 from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vm, Vmm, WantedVmm
 from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_install import INSTALL, find_programs
+from opendsec.vm.firecracker_machine import RECORD as FIRECRACKER_RECORD
 from opendsec.vm.kvm import Kvm, KvmAnswer, usable_kvm
+from opendsec.vm.qemu import RECORD as QEMU_RECORD
 from opendsec.vm.qemu import QemuVmm
 
 REMEMBERED = "kvm.json"
@@ -25,6 +29,7 @@ class ChosenVmm(Vmm):
         self._run_dir = run_dir
         self._wanted = wanted
         self._chosen: Vmm | None = None
+        self._other: Vmm | None = None
 
     @property
     def vmm(self) -> Vmm:
@@ -39,7 +44,13 @@ class ChosenVmm(Vmm):
 
     async def open(self) -> None:
         chosen, reason = await asyncio.to_thread(self._choose)
-        await chosen.open()
+        try:
+            await chosen.open()
+        except HostCapabilityError as error:
+            if self._wanted is not WantedVmm.AUTO or isinstance(chosen, QemuVmm):
+                raise
+            chosen, reason = self._qemu(), _instead(error)
+            await chosen.open()
         self._chosen = chosen
         self.most_drives = chosen.most_drives
         self.degraded = "; ".join(part for part in (chosen.degraded, reason) if part)
@@ -47,18 +58,20 @@ class ChosenVmm(Vmm):
     def _choose(self) -> tuple[Vmm, str]:
         """The driver, and what would be better about another. Blocking. Raises HostCapabilityError."""
         if self._wanted is WantedVmm.QEMU:
-            return QemuVmm(state_dir=self._state_dir), ""
+            return self._qemu(), ""
         answer = usable_kvm(self._state_dir / REMEMBERED)
         if self._wanted is WantedVmm.FIRECRACKER:
             _must_open(answer)
             return self._firecracker(), ""
         if answer.kvm is not Kvm.HARDWARE:
-            return QemuVmm(state_dir=self._state_dir), ""
+            return self._qemu(), ""
         try:
             return self._firecracker(), ""
         except HostCapabilityError as error:
-            reason = f"QEMU runs the machines, which cost more than Firecracker's: {error.message}; {INSTALL}"
-            return QemuVmm(state_dir=self._state_dir), reason
+            return self._qemu(), _instead(error)
+
+    def _qemu(self) -> QemuVmm:
+        return QemuVmm(state_dir=self._state_dir)
 
     def _firecracker(self) -> FirecrackerVmm:
         return FirecrackerVmm(programs=find_programs(self._state_dir), run_dir=self._run_dir)
@@ -76,11 +89,36 @@ class ChosenVmm(Vmm):
         return await self.vmm.restore(saved, spec, place, paused=paused)
 
     async def find(self, place: Place) -> Vm | None:
-        return await self.vmm.find(place)
+        found = await self.vmm.find(place)
+        if found is None and (place.directory / (QEMU_RECORD, FIRECRACKER_RECORD)[self._is_qemu]).exists():
+            return await (await self._opened_other()).find(place)
+        return found
+
+    @property
+    def _is_qemu(self) -> bool:
+        return isinstance(self.vmm, QemuVmm)
+
+    async def _opened_other(self) -> Vmm:
+        """The driver of machines that were started before this one was chosen. Raises GuestLostError: they live, and
+        cannot be reached.
+        """
+        if self._other is None:
+            try:
+                other = await asyncio.to_thread(self._firecracker) if self._is_qemu else self._qemu()
+                await other.open()
+            except HostCapabilityError as error:
+                raise GuestLostError(f"it was started under another VMM, which does not open now: {error}") from error
+            self._other = other
+        return self._other
 
     async def close(self) -> None:
-        if self._chosen is not None:
-            await self._chosen.close()
+        for vmm in (self._chosen, self._other):
+            if vmm is not None:
+                await vmm.close()
+
+
+def _instead(error: HostCapabilityError) -> str:
+    return f"QEMU runs the machines, which cost more than Firecracker's: {error.message}; {error.remedy or INSTALL}"
 
 
 def _must_open(answer: KvmAnswer) -> None:

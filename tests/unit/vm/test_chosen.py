@@ -8,8 +8,9 @@ import pytest
 
 from opendsec.edge.settings import read_settings
 from opendsec.errors import HostCapabilityError, InvalidSpecError
+from opendsec.guest.base import GuestLostError
 from opendsec.vm import chosen
-from opendsec.vm.base import WantedVmm
+from opendsec.vm.base import Place, Vmm, WantedVmm
 from opendsec.vm.chosen import ChosenVmm
 from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_start import Programs
@@ -52,6 +53,60 @@ def test_the_setting() -> None:
     assert read_settings({"OPENDSEC_EDGE_VMM": "qemu"}).vmm is WantedVmm.QEMU
     with pytest.raises(InvalidSpecError, match="OPENDSEC_EDGE_VMM"):
         read_settings({"OPENDSEC_EDGE_VMM": "xen"})
+
+
+async def _no_version(_: FirecrackerVmm) -> str:
+    raise HostCapabilityError("there is no /dev/userfaultfd", remedy="boot another kernel")
+
+
+@pytest.mark.anyio
+async def test_firecracker_that_does_not_open_is_a_reason_and_no_end(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    opened: list[QemuVmm] = []
+
+    async def open_qemu(vmm: QemuVmm) -> None:
+        opened.append(vmm)
+
+    monkeypatch.setattr(FirecrackerVmm, "open", _no_version)
+    monkeypatch.setattr(QemuVmm, "open", open_qemu)
+    monkeypatch.setattr(chosen, "find_programs", lambda _: PROGRAMS)
+    monkeypatch.setattr(chosen, "usable_kvm", lambda _: KvmAnswer(kvm=Kvm.HARDWARE, sentence="so it is"))
+    vmm = ChosenVmm(state_dir=tmp_path, run_dir=tmp_path)
+    await vmm.open()
+    assert [vmm.vmm] == opened
+    assert "no /dev/userfaultfd; boot another kernel" in vmm.degraded
+    with pytest.raises(HostCapabilityError, match="userfaultfd"):
+        await ChosenVmm(state_dir=tmp_path, run_dir=tmp_path, wanted=WantedVmm.FIRECRACKER).open()
+    # A machine of the other one's is not taken for gone.
+    place = Place(directory=tmp_path)
+    assert await vmm.find(place) is None
+    (tmp_path / "vm.json").write_text("{}")
+    with pytest.raises(GuestLostError, match="another VMM"):
+        await vmm.find(place)
+
+
+@pytest.mark.anyio
+async def test_a_machine_of_qemu_is_found_by_a_node_that_has_firecracker_by_now(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def nothing(_: Vmm) -> None:
+        return
+
+    async def found(vmm: Vmm, _: Place) -> str | None:
+        return type(vmm).__name__ if isinstance(vmm, QemuVmm) else None
+
+    for kind in (FirecrackerVmm, QemuVmm):
+        monkeypatch.setattr(kind, "open", nothing)
+        monkeypatch.setattr(kind, "find", found)
+    monkeypatch.setattr(chosen, "find_programs", lambda _: PROGRAMS)
+    monkeypatch.setattr(chosen, "usable_kvm", lambda _: KvmAnswer(kvm=Kvm.HARDWARE, sentence="so it is"))
+    vmm = ChosenVmm(state_dir=tmp_path, run_dir=tmp_path)
+    await vmm.open()
+    assert isinstance(vmm.vmm, FirecrackerVmm)
+    assert await vmm.find(Place(directory=tmp_path)) is None
+    (tmp_path / "vmm.json").write_text("{}")
+    assert str(await vmm.find(Place(directory=tmp_path))) == "QemuVmm"
 
 
 def _choose(monkeypatch: pytest.MonkeyPatch, wanted: WantedVmm, kvm: Kvm, *, installed: bool) -> tuple[object, str]:
