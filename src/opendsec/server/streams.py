@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 from litestar import Response
@@ -35,7 +35,7 @@ async def send_stream(
     The request body must have been read to its end. Raises what `chunks` raises, or ClientGoneError.
     """
     try:
-        async with aclosing(chunks), asyncio.TaskGroup() as group:
+        async with _closing(chunks), asyncio.TaskGroup() as group:
             watch = group.create_task(raise_when_gone(receive))
             await _pump(
                 send, chunks, status=status, headers=[(b"content-type", media_type.encode("latin-1")), *headers]
@@ -43,6 +43,17 @@ async def send_stream(
             watch.cancel()
     except BaseExceptionGroup as failures:
         raise first_failure(failures) from None
+
+
+@asynccontextmanager
+async def _closing(chunks: AsyncGenerator[bytes]) -> AsyncGenerator[None]:
+    try:
+        yield
+    finally:
+        try:
+            await chunks.aclose()
+        except* GeneratorExit:  # of a source that was closed inside its task group: that is no failure
+            pass
 
 
 async def _pump(send: Send, chunks: AsyncGenerator[bytes], *, status: int, headers: Headers) -> None:

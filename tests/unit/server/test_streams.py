@@ -104,6 +104,31 @@ async def test_a_client_that_leaves_closes_the_source(*, waiting: bool) -> None:
     assert closed.is_set()
 
 
+async def test_a_source_with_a_task_group_is_closed_without_a_failure() -> None:
+    """What it yields inside of the group is where it is closed."""
+    client = Client()
+    ended = []
+
+    async def chunks() -> AsyncGenerator[bytes]:
+        async with asyncio.TaskGroup() as group:
+            helper = group.create_task(asyncio.sleep(3600))
+            try:
+                yield b"a"
+                client.paused.clear()
+                yield b"b"
+            finally:
+                helper.cancel()
+                ended.append("closed")
+
+    sending = asyncio.create_task(send_stream(client.receive, client.send, chunks(), media_type="x/y"))
+    while client.paused.is_set():
+        await asyncio.sleep(0)
+    client.gone.set()
+    with pytest.raises(ClientGoneError):
+        await sending
+    assert ended == ["closed"]
+
+
 async def _gone(work: Any) -> bool:
     try:
         await work
