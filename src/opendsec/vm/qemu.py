@@ -21,6 +21,7 @@ import os
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -92,6 +93,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     drives: tuple[tuple[str, str, bool], ...]
     card: bool
     balloon: bool
+    acpi: bool = False
 
 
 class QemuVmm(Vmm):
@@ -148,6 +150,7 @@ class QemuVmm(Vmm):
     async def restore(self, saved: Path, spec: MachineSpec, place: Place, *, paused: bool = False) -> Vm:
         found = await asyncio.to_thread(check_saved, saved, self.binding, spec)
         memory = Path(found.base) if found.base else saved / memory_files.MEMORY
+        spec = replace(spec, acpi=found.acpi)  # of the kernel it has, which may be used no more
         vm = await self._start(spec, place, memory=memory, restored=True)
         async with _ended_on_failure(vm):
             await vm.load(saved, found, run=not paused)
@@ -266,16 +269,24 @@ class QemuVm(Vm):
                 await asyncio.to_thread(memory_files.copy_memory, base, target / memory_files.MEMORY)
             else:
                 await asyncio.to_thread(memory_files.save_pages, self.pid, base, target, size=size)
+                self._must_live()
                 if whole:
                     await asyncio.to_thread(_make_whole, base, target)
             refers = record.restored and not whole
             await asyncio.to_thread(self._describe, target, str(base) if refers else "")
         except (FileNotFoundError, ProcessLookupError) as error:
+            if self._pidfd != -1 and not await _ends_soon(self._pidfd):
+                raise NodeError(f"the machine cannot be saved: {error}") from error
             raise SandboxLostError("the VMM ended while it was being saved") from error
         except MonitorError as error:
             raise NodeError(f"QEMU does not save the machine: {error}") from error
         except OSError as error:
             raise NodeError(f"the machine cannot be saved: {error}") from error
+
+    def _must_live(self) -> None:
+        """Else what was read by its pid may be somebody else's."""
+        if self._pidfd == -1 or process.has_ended(self._pidfd):
+            raise ProcessLookupError(f"QEMU (pid {self.pid}) is gone")
 
     def _describe(self, target: Path, base: str) -> None:
         record = self.record
@@ -288,6 +299,7 @@ class QemuVm(Vm):
             drives=tuple(Drive(name=name, path=Path(path), read_only=only) for name, path, only in record.drives),
             card=None,
             balloon=record.balloon,
+            acpi=record.acpi,
         )
         checked = (DEVICES, memory_files.PAGES, memory_files.INDEX)
         found = describe(self._binding, spec, target, checked, base=base)
@@ -468,6 +480,7 @@ def _record_of(pid: int, spec: MachineSpec, line: Line) -> Record:
         drives=tuple((drive.name, str(drive.path), drive.read_only) for drive in spec.drives),
         card=spec.card is not None,
         balloon=spec.balloon,
+        acpi=spec.acpi,
     )
 
 

@@ -22,7 +22,7 @@ from opendsec.backends.microvm_disk import copy_sparse
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
-from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError, StartError
+from opendsec.errors import DiskFullError, NodeError, OpenDSecError, SandboxLostError, SnapshotInvalidError, StartError
 from opendsec.linux import process
 from opendsec.linux.disk import make_disk, remove_disk
 from opendsec.model.spec import Resources
@@ -211,6 +211,18 @@ async def test_a_vmm_that_was_killed_is_a_lost_sandbox(place: Place) -> None:
         assert await box.backend.recover(box.running.handle) is None
         assert await box.backend.reconnect(box.running.handle) is None
         await box.backend.stop(box.running.handle, grace_s=0)
+
+
+async def test_a_base_that_was_removed_under_it_is_no_end_of_a_machine(place: Place) -> None:
+    async with place.sandbox() as box:
+        base = box.plan.state_dir / "base/memory"
+        base.rename(base.with_name("away"))
+        with pytest.raises(NodeError, match="cannot be saved"):
+            await box.backend.pause(box.running.handle)
+        await again(box)
+        assert (await box.run("echo alive")).stdout == b"alive\n"
+        base.with_name("away").rename(base)
+        await box.backend.pause(box.running.handle)
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.01, 0.05, 0.2])
