@@ -222,8 +222,10 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
         shutil.rmtree(run)
 
 
-def microvm_backend(layers: LayerMounts, state: Path, run: Path) -> MicroVmBackend:
-    """Of QEMU, for it runs Linux everywhere, or of the VMM OPENDSEC_TEST_VMM names; it disturbs no other backend."""
+def microvm_backend(layers: LayerMounts, state: Path, run: Path, *, kernels: Path = STATE_DIR) -> MicroVmBackend:
+    """Of QEMU, for it runs Linux everywhere, or of the VMM OPENDSEC_TEST_VMM names; it disturbs no other backend.
+    `kernels`: the state directory that has the guest kernel.
+    """
     network = SandboxNetwork(
         state_file=FORWARDING, prefix=IPv4Network("10.207.0.0/16"), links="odsv-", table="opendsec_contract_vm"
     )
@@ -235,14 +237,14 @@ def microvm_backend(layers: LayerMounts, state: Path, run: Path) -> MicroVmBacke
         layers=layers,
         state_dir=state,
         run_dir=run,
-        kernels=STATE_DIR,
+        kernels=kernels,
         ground=Ground(state, cgroup_root=f"opendsec-contract-vm-{os.getpid()}"),
         network=network,
     )
 
 
 @contextlib.asynccontextmanager
-async def microvm_place() -> AsyncIterator[Place]:
+async def microvm_place(*, kernels: Path = STATE_DIR) -> AsyncIterator[Place]:
     """Real Linux guests in directories and control groups of their own."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
@@ -253,7 +255,7 @@ async def microvm_place() -> AsyncIterator[Place]:
         "configured": make_busybox_image(store, "configured", **CONFIGURED),
     }
     layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
-    backend: Backend = microvm_backend(layers, state, run)
+    backend: Backend = microvm_backend(layers, state, run, kernels=kernels)
     try:
         await backend.open()
         for image in images.values():

@@ -45,6 +45,8 @@ class SavedMachine(msgspec.Struct, frozen=True, kw_only=True):
     """(name, read only), in order."""
     card: bool
     balloon: bool
+    acpi: bool = False
+    """Its devices are those of a machine with ACPI tables, whatever kernel new ones boot (QEMU)."""
     base: str = ""
     """Path of the memory file that what is saved here is a difference to; "": memory is whole."""
     base_size: int = 0
@@ -67,6 +69,7 @@ def describe(binding: Binding, spec: MachineSpec, directory: Path, names: Sequen
         drives=tuple((drive.name, drive.read_only) for drive in spec.drives),
         card=spec.card is not None,
         balloon=spec.balloon,
+        acpi=spec.acpi,
         base=base,
         base_size=Path(base).stat().st_size if base else 0,
         files=tuple(files),

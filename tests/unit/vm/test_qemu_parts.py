@@ -56,6 +56,20 @@ def test_a_restored_machine_has_the_devices_of_the_booted_one() -> None:
     assert newer[newer.index("-object") + 1].endswith("share=off,readonly=on,rom=off")
 
 
+def test_kernels_that_find_devices_by_tables_only_get_tables() -> None:
+    assert ",acpi=off," in arguments(SPEC, LINE)[1]
+    assert ",acpi=on," in arguments(replace(SPEC, acpi=True), LINE)[1]
+
+
+def test_a_disk_of_partitions_is_a_device_of_its_own() -> None:
+    parted = Drive(name="layers", path=Path("/s/layers.img"), parted=True)
+    argv = arguments(replace(SPEC, drives=(SPEC.drives[0], parted, DISK)), LINE)
+    (line,) = (word for word in argv if "/s/layers.img" in word)
+    assert "read-only=on" in line
+    assert "discard" not in line
+    assert any(word.startswith("virtio-blk-device,drive=disk0,serial=layers") for word in argv)
+
+
 def test_paths_with_commas_are_one_value() -> None:
     assert any("file.filename=/s/disk,,img" in word for word in arguments(SPEC, LINE))
 
