@@ -90,7 +90,7 @@ async def carrying_out(
     engine = await _engine(node, images, settings, run_dir=run_dir, dummy=dummy)
     try:
         await engine.open()
-    except (errors.NodeError, errors.StartError) as exc:
+    except (errors.OpenDSecError, OSError) as exc:
         log.warning("calls_unavailable", extra={"fields": {"reason": str(exc)}})
         engine = NoCalls(str(exc))
     try:

@@ -12,10 +12,10 @@ whose container was lost through no fault of its own is carried out once more be
 from __future__ import annotations
 
 import asyncio
+import errno
 import functools
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Protocol
 
@@ -58,6 +58,8 @@ from opendsec.model.node import BackendReport
 
 IMAGE_FRESH_S = 2.0
 """What a name of an image means is looked up again after so long."""
+IMAGES_KNOWN = 256
+"""With so many names known those that are not fresh any more are forgotten."""
 FETCH_BYTES = MAX_CALL_BYTES
 """Of all files a call fetches, together."""
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
@@ -81,7 +83,6 @@ class Engine(FnCalls):
         self._gpus = gpus
         self._gpu_places = GpuPlaces(settings.run_dir.with_name(f"{settings.run_dir.name}-gpu"))
         self._known: dict[str, tuple[float, Image]] = {}
-        self._by_digest: dict[str, Image] = {}
         self._starting = Starting(settings, containers)
         self._artifacts = Artifacts(
             settings.state_dir / "artifacts", edge=settings.edge, most_bytes=settings.artifacts_mb * 1024 * 1024
@@ -137,15 +138,6 @@ class Engine(FnCalls):
                 raise
         return await self._carry_out(spec, group, language)
 
-    async def languages(self, image: str = "") -> dict[str, bool]:
-        """Which languages an image has ("": the default image). Raises as `call` does."""
-        found = await self._image(image)
-        group = Group("", found.digest, None)
-        self._by_digest[found.digest] = found
-        async with self._open_pools.member(group) as member:
-            rows = {row.name: row for row in languages.load().values()}
-            return {name: not await member.missing(row.needs) for name, row in sorted(rows.items())}
-
     # Containers
 
     @property
@@ -164,6 +156,8 @@ class Engine(FnCalls):
             image = await asyncio.to_thread(self._images.compose, name)
         except OSError as error:
             raise NodeError(f"image {name!r} cannot be looked up: {error}", retryable=True) from error
+        if len(self._known) >= IMAGES_KNOWN:
+            self._known = {each: (at, known) for each, (at, known) in self._known.items() if now - at < IMAGE_FRESH_S}
         self._known[name] = (now, image)
         return image
 
@@ -175,18 +169,17 @@ class Engine(FnCalls):
             if self._gpus is None:
                 raise UnsupportedError("gpu: this node has no GPU for calls", detail={"field": "gpu"})
             gpu = f"{spec.gpu.mode.value}:{spec.gpu.profile}"
-        self._by_digest[image.digest] = image
-        return Group(project, image.digest, imports, gpu)
+        return Group(project, image.digest, imports, gpu, image)
 
     async def _start(self, group: Group) -> Member:
-        name, image = self._starting.new_name(), self._by_digest[group.image]
+        name = self._starting.new_name()
         if not group.gpu or self._gpus is None:
-            return await self._starting.start(group, image, name=name)
+            return await self._starting.start(group, name=name)
         mode, _, profile = group.gpu.partition(":")
         lease = self._gpus.take(GpuRequest(mode=GpuMode(mode), profile=profile), holder=name)
         try:
             with self._gpu_places.attached(lease) as binds:
-                return await self._starting.start(group, image, env=lease.env, name=name, binds=binds)
+                return await self._starting.start(group, env=lease.env, name=name, binds=binds)
         except BaseException:
             self._gpus.release(name)
             raise
@@ -294,11 +287,17 @@ class Engine(FnCalls):
         files: dict[str, bytes] = {}
         room = MAX_ARTIFACT_BYTES
         for path in member.box.find(language.keep):
-            with suppress(ValueError):
+            try:
                 content = member.box.read(path, room)
-                if content is not None:
-                    files[path] = content
-                    room -= len(content)
+            except ValueError:  # a part of a program would be another program
+                raise InvalidSpecError(
+                    f"code: what was compiled has more than {MAX_ARTIFACT_BYTES} bytes",
+                    detail={"field": "code"},
+                    remedy="make it smaller, or compile it in a sandbox",
+                ) from None
+            if content is not None:
+                files[path] = content
+                room -= len(content)
         if not files:
             return None
         artifact = Artifact(
@@ -339,6 +338,10 @@ class Engine(FnCalls):
         return FnCallResult(status=CallStatus.OK, compile=compiled, cases=tuple(cases))
 
 
+_OF_THE_FILES = frozenset(
+    {errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.EINVAL}
+)
+"""Errors of putting files into a directory that are about these files."""
 COMPILE_MEMORY_MB = 1024
 """Compilers get as much at least: the call's limit is for the program."""
 
@@ -370,6 +373,8 @@ def _prepare(member: Member, files: Mapping[str, bytes], *, programs: tuple[str,
         member.box.prepare(files, programs=programs)
     except OSError as error:
         member.doubt = f"files could not be put there: {error}"
+        if error.errno not in _OF_THE_FILES:
+            raise  # of this host
         raise InvalidSpecError(
             f"files: they do not fit into the call's directory: {error}",
             detail={"field": "files"},

@@ -37,6 +37,8 @@ class Group:
     imports: tuple[str, ...] | None
     """Of a fork server; None: there is none."""
     gpu: str = ""
+    source: Image | None = field(default=None, compare=False, repr=False)
+    """The image itself; needed to make a container."""
 
 
 @dataclass(slots=True, eq=False)

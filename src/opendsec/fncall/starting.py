@@ -28,7 +28,6 @@ from opendsec.guest.base import GuestError, GuestLostError
 from opendsec.linux.launch import Bind
 from opendsec.linux.slots import CALL_SLOTS
 from opendsec.model.ids import SandboxId, new_token
-from opendsec.model.image import Image
 from opendsec.model.spec import Resources, SandboxSpec
 
 log = logging.getLogger(__name__)
@@ -80,8 +79,11 @@ class Starting:
             directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = sorted(self._root.iterdir())
         for directory in found:
-            with suppress(FileNotFoundError, ValueError):
+            try:
                 slot = int((directory / _SLOT_FILE).read_text(encoding="ascii"))
+            except (FileNotFoundError, ValueError):  # it was killed before anything was started
+                pass
+            else:
                 await self._destroy(SandboxId(directory.name), slot)
             shutil.rmtree(directory)
         for directory in self._run.iterdir():
@@ -95,7 +97,6 @@ class Starting:
     async def start(
         self,
         group: Group,
-        image: Image,
         *,
         env: Mapping[str, str] | None = None,
         name: str = "",
@@ -107,7 +108,7 @@ class Starting:
         name = name or self.new_name()
         slot = self._slots.take()
         try:
-            return await self._start(SandboxId(name), slot, group, image, env or {}, binds)
+            return await self._start(SandboxId(name), slot, group, env or {}, binds)
         except BaseException:
             await asyncio.shield(self._forget(SandboxId(name), slot))
             raise
@@ -132,10 +133,11 @@ class Starting:
         name: SandboxId,
         slot: int,
         group: Group,
-        image: Image,
         env: Mapping[str, str],
         binds: tuple[Bind, ...],
     ) -> Member:
+        image = group.source
+        assert image is not None
         state, run = self._make_directories(name, slot)
         plan = LockedPlan(
             sandbox_id=name,
@@ -227,12 +229,12 @@ class Starting:
     async def _forget(self, name: SandboxId, slot: int) -> bool:
         try:
             await self._destroy(name, slot)
-        except OpenDSecError as error:
+            for directory in (self._root / name, self._run / name):
+                with suppress(FileNotFoundError):
+                    shutil.rmtree(directory)
+        except (OpenDSecError, OSError) as error:
             log.warning("fncall_container_not_removed", extra={"fields": {"name": name, "reason": str(error)}})
             return False
-        for directory in (self._root / name, self._run / name):
-            with suppress(FileNotFoundError):
-                shutil.rmtree(directory)
         self._slots.give_back(slot)
         return True
 

@@ -199,14 +199,6 @@ async def test_a_long_stdin_that_nobody_reads(engine: Engine) -> None:
     assert counted.run.stdout == b"3000000\n"
 
 
-async def test_what_an_image_has(engine: Engine) -> None:
-    found = await engine.languages()
-    assert found["python"]
-    assert found["bash"]
-    assert found["c"]
-    assert not found["java"]
-
-
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -300,6 +292,29 @@ async def test_a_host_short_of_something_gives_no_verdict(
             await engine.call(function(), project="p")
         assert caught.value.retryable
     assert (await engine.call(function(), project="p")).status is CallStatus.OK
+
+
+@pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, InvalidSpecError), (errno.EMFILE, NodeError)])
+async def test_files_that_cannot_be_put_there_are_the_callers_fault_only_when_they_do_not_fit(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, number: int, error: type[Exception]
+) -> None:
+    def fails(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "fchown", fails)
+        with pytest.raises(error):
+            await engine.call(FnCallSpec(code="print(1)"), project="p")
+    assert (await engine.call(FnCallSpec(code="print(1)"), project="p")).status is CallStatus.OK
+
+
+async def test_a_program_too_large_to_keep_is_refused_and_not_cut(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("opendsec.fncall.engine.MAX_ARTIFACT_BYTES", 1000)
+    with pytest.raises(InvalidSpecError) as caught:
+        await engine.call(FnCallSpec(language="c", code=HELLO_C), project="too-large")
+    assert caught.value.detail["field"] == "code"
 
 
 async def test_a_cancelled_call_ends_what_runs(place: Ground) -> None:
