@@ -46,7 +46,7 @@ from opendsec.backends.microvm_files import (
     write_kept,
 )
 from opendsec.backends.microvm_machines import Machines, addresses, copy_disks
-from opendsec.backends.microvm_shape import MIB, Kept, Shape, identity, is_online, limits_of, mac_of, machine, shape_of
+from opendsec.backends.microvm_shape import MIB, Kept, Shape, identity, is_online, limits_of, machine, shape_of
 from opendsec.backends.microvm_templates import MACHINE
 from opendsec.errors import (
     HostCapabilityError,
@@ -540,7 +540,7 @@ class MicroVmBackend(Backend):
         if online and not self._networks.may_be_attached(slot):
             await self._networks.attach_tap(slot)
         drives = await self._made.drives(kept.image, kept.shape, layers, state_of(handle))
-        spec = machine(kept.shape, self._made.boot, drives, disks=state_of(handle), tap=tap, mac=mac_of(slot))
+        spec = machine(kept.shape, self._made.boot, drives, disks=state_of(handle), tap=tap)
         host_id = host_root(self._machine_slot(slot))
         procs = self._groups.open_procs(handle.sandbox_id)
         try:
@@ -576,7 +576,7 @@ class MicroVmBackend(Backend):
         slot, online = int(handle.data["slot"]), bool(handle.data["online"])
         inner, host = addresses(self._networks, slot, online=online)
         token = secrets.token_bytes(32)
-        who = identity(token=token, slot=self._machine_slot(slot), inner=inner, host=host, resolvers=self._resolvers)
+        who = identity(token=token, inner=inner, host=host, resolvers=self._resolvers)
         try:
             async with asyncio.timeout(timeout_s):
                 await guest.renew(who)

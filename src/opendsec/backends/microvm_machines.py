@@ -137,7 +137,7 @@ class Machines:
                 await make_ext4(work / disk, size_bytes=shape.disk_mib * MIB)
             drives = await self.drives(image, shape, layers, work)
             async with self._tap(shape) as tap, self._group(name, shape) as procs:
-                spec = machine(shape, self.boot, drives, disks=work, tap=tap, mac="02:0d:5e:ff:ff:ff")
+                spec = machine(shape, self.boot, drives, disks=work, tap=tap)
                 place = Place(directory=directory, cgroup_procs=procs, host_id=self._host_id)
                 vm = await self._vmm.boot(spec, place)
                 try:
@@ -155,7 +155,7 @@ class Machines:
 
     async def _bring_up(self, vm: Vm, shape: Shape, layers: Sequence[LayerFiles], serials: dict[str, str]) -> None:
         guest = await vm.connect(timeout_s=BOOT_TIMEOUT_S)
-        nobody = identity(token=bytes(32), slot=0, inner=None, host=None, resolvers=())
+        nobody = identity(token=bytes(32), inner=None, host=None, resolvers=())
         async with asyncio.timeout(BOOT_TIMEOUT_S):
             await guest.setup(setup(shape, layers, serials, nobody))
             await _warm(guest)

@@ -37,6 +37,9 @@ DATA_DRIVE, DATA = "data", "data.img"
 DATA_LABEL = "opendsec.data-disk"
 """Label of an image: where a disk of its own is mounted, for what cannot lie on an overlay (Docker's data root)."""
 HOST_NAME = "sandbox"
+MAC = "02:0d:5e:00:00:01"
+"""Locally administered, and the same in all of them: a link has two ends and no more, and what is the same in template
+and copy need not be changed in a running card."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +125,7 @@ def template_key(image: Image, shape: Shape, boot: Boot, binding: Binding) -> st
     return hashlib.sha256(msgspec.json.encode(parts)).hexdigest()[:32]
 
 
-def machine(shape: Shape, boot: Boot, layers: LayerDrives, *, disks: Path, tap: str | None, mac: str) -> MachineSpec:
+def machine(shape: Shape, boot: Boot, layers: LayerDrives, *, disks: Path, tap: str | None) -> MachineSpec:
     """The machine; `disks`: the directory of its writable ones, and of the one that was made of layers."""
     drives = list(layers.given(disks))
     for name, file in zip((WRITABLE, DATA_DRIVE), shape.disks, strict=False):
@@ -135,7 +138,7 @@ def machine(shape: Shape, boot: Boot, layers: LayerDrives, *, disks: Path, tap: 
         cpus=shape.cpus,
         acpi=boot.acpi,
         drives=tuple(drives),
-        card=None if tap is None else Card(tap=tap, mac=mac),
+        card=None if tap is None else Card(tap=tap, mac=MAC),
     )
 
 
@@ -154,7 +157,7 @@ def setup(shape: Shape, layers: Sequence[LayerFiles], serials: dict[str, str], i
 
 
 def identity(
-    *, token: bytes, slot: int, inner: IPv4Address | None, host: IPv4Address | None, resolvers: Sequence[str]
+    *, token: bytes, inner: IPv4Address | None, host: IPv4Address | None, resolvers: Sequence[str]
 ) -> Identity:
     """Who a sandbox is; `token`: 32 random bytes of this hand-out. Without addresses its network is a loopback."""
     online = inner is not None
@@ -162,13 +165,7 @@ def identity(
         host_name=HOST_NAME,
         machine_id=token[:16].hex(),
         generation=token[16:32].hex(),
-        mac=mac_of(slot) if online else "",
         address=f"{inner}/31" if online else "",
         gateway=str(host) if online else "",
         resolvers=tuple(resolvers) if online else (),
     )
-
-
-def mac_of(slot: int) -> str:
-    """A locally administered address; each link has two ends and no more, so it need not be unique elsewhere."""
-    return "02:0d:5e:" + ":".join(f"{byte:02x}" for byte in slot.to_bytes(3, "big"))

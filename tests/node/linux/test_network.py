@@ -28,9 +28,10 @@ FORWARD = Path("/proc/sys/net/ipv4/ip_forward")
 
 
 @contextlib.contextmanager
-def namespace() -> Iterator[int]:
+def namespace(*, lives_s: int = 60) -> Iterator[int]:
     """A process in a network namespace of its own; its pidfd."""
-    with subprocess.Popen(["unshare", "--net", "sh", "-c", "echo; exec sleep 60"], stdout=subprocess.PIPE) as holder:
+    script = f"echo; exec sleep {lives_s}"
+    with subprocess.Popen(["unshare", "--net", "sh", "-c", script], stdout=subprocess.PIPE) as holder:
         assert holder.stdout is not None
         holder.stdout.readline()
         pidfd = os.pidfd_open(holder.pid)

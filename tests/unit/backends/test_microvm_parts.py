@@ -173,6 +173,6 @@ def test_a_template_is_never_wrong() -> None:
 
 
 def test_identities() -> None:
-    one = identity(token=bytes(range(32)), slot=7, inner=None, host=None, resolvers=("10.0.0.1",))
+    one = identity(token=bytes(range(32)), inner=None, host=None, resolvers=("10.0.0.1",))
     assert (one.address, one.gateway, one.resolvers, one.mac) == ("", "", (), "")
     assert (one.machine_id, one.generation) == (bytes(range(16)).hex(), bytes(range(16, 32)).hex())
