@@ -124,7 +124,8 @@ class Sandbox:
         """Held while its state or its changes are being saved."""
         self._parts = parts
         self._guest: Guest | None = None
-        self._start_failure: errors.ImageError | None = None
+        self._start_failure: errors.OpenDSecError | None = None
+        """When it is about what was asked for: told as it is, since a repeat would fail alike."""
         self._work_begun = 0
         self._reconnecting = asyncio.Lock()
         self._updating = asyncio.Lock()
@@ -390,7 +391,7 @@ class Sandbox:
             return
         except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
             log.warning("start_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
-            self._start_failure = exc if isinstance(exc, errors.ImageError) else None
+            self._start_failure = exc if isinstance(exc, errors.ImageError | errors.RequestError) else None
             self.apply(lifecycle.StartFailed(time.monotonic(), str(exc)))
             return
         self.ready_at = ready_at

@@ -325,6 +325,25 @@ async def test_failed_start_is_told_and_cleaned_up(tmp_path: Path) -> None:
         assert (node.report().live, node.report().creating) == (0, 0)
 
 
+class Refusing(DummyBackend):
+    """Cannot give what was asked for, and finds out when it begins."""
+
+    async def start(self, plan: StartPlan) -> Running:
+        raise InvalidSpecError(
+            "memory_limit_mb: too little", detail={"field": "memory_limit_mb"}, remedy="ask for more"
+        )
+
+
+async def test_what_a_backend_refuses_is_told_with_its_field(tmp_path: Path) -> None:
+    """A failed start may be tried again; this may not."""
+    async with edge(tmp_path, Refusing()) as node:
+        with pytest.raises(InvalidSpecError) as refused:
+            await created(node)
+        assert refused.value.detail["field"] == "memory_limit_mb"
+        assert (refused.value.remedy, refused.value.retryable) == ("ask for more", False)
+        assert leftovers(node) == []
+
+
 class SlowStart(DummyBackend):
     """Starts when told to."""
 
