@@ -305,15 +305,13 @@ async def _found_again(backend: Backend, handle: Handle, *, paused: bool) -> _Ag
 async def _find(backend: Backend, handle: Handle, *, paused: bool) -> _Again | None:
     if backend.parks:
         return await _find_parking(backend, handle, paused=paused)
-    if paused:
-        # A frozen guest cannot answer.
-        await backend.resume(handle)
+    if paused or Capability.PAUSE in backend.capabilities:
+        # A guest that stands still cannot answer; an edge that died while it packed or saved has left it so.
+        with contextlib.suppress(errors.SandboxLostError):
+            await backend.resume(handle)
     running = await backend.recover(handle)
     if running is None:
         return None
-    if not paused and Capability.PAUSE in backend.capabilities:
-        # An edge that died while it packed has left it standing still.
-        await backend.resume(handle)
     assert isinstance(running, Running)
     known = await running.guest.list_commands()
     if paused:

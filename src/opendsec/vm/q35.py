@@ -252,10 +252,11 @@ class Q35Machine:
                 raise SandboxLostError("the machine has ended") from error
             raise NodeError(f"QEMU (pid {self.pid}) does not answer: {error}") from error
 
-    async def _execute(self, command: str) -> None:
+    async def _execute(self, *commands: str) -> None:
         try:
             async with self.monitor() as qmp:
-                await qmp.execute(command)
+                for command in commands:
+                    await qmp.execute(command)
         except MonitorError as error:
             raise NodeError(f"QEMU does not do what it is asked: {error}") from error
 
@@ -273,8 +274,8 @@ class Q35Machine:
         await self._execute("stop")
 
     async def resume(self) -> None:
-        """Undo `pause`. Idempotent."""
-        await self._execute("cont")
+        """Undo `pause`, and what a process that died within `save` has left. Idempotent."""
+        await self._execute("migrate_cancel", "cont")  # its end would stop the machine again
 
     async def is_paused(self) -> bool:
         """Whether it stands still."""

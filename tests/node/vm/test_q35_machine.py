@@ -1,4 +1,4 @@
-"""Input to a real QEMU without a guest: who types for long keeps nobody else from the machine."""
+"""A real PC of QEMU's without a guest: input, and what a dead edge has left."""
 
 from __future__ import annotations
 
@@ -54,3 +54,21 @@ async def test_a_long_text_keeps_nobody_from_the_machine(machine: Q35Machine) ->
 async def test_what_qemu_refuses_is_an_error_of_the_node(machine: Q35Machine) -> None:
     with pytest.raises(NodeError, match="QEMU does not do what it is asked: nothing-like-it"):
         await machine._execute("nothing-like-it")
+
+
+async def test_a_save_whose_edge_has_died_stops_the_machine_no_more(machine: Q35Machine) -> None:
+    await machine.resume()
+    reader, writer = socket.socketpair()  # nobody reads: the save does not end by itself
+    with reader, writer:
+        async with machine.monitor() as qmp:
+            await qmp.execute("stop")
+            await qmp.give("state", writer.fileno())
+            await qmp.execute("migrate", {"uri": "fd:state"})
+        writer.close()
+        assert await machine.is_paused()
+        await machine.resume()
+        async with machine.monitor() as qmp:
+            async with asyncio.timeout(20):
+                while (await qmp.execute("query-migrate"))["status"] not in ("cancelled", "failed"):
+                    await asyncio.sleep(0.05)
+        assert not await machine.is_paused()
