@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from weakref import WeakValueDictionary
 
 from opendsec.errors import ConflictError, NotFoundError, UnsupportedError
 from opendsec.model.ids import SandboxId
@@ -29,6 +30,7 @@ log = logging.getLogger(__name__)
 
 NO_STORE = "this edge has no image store that snapshots could lie in"
 _FORK = "fork"
+_Identity = tuple[int, int, int]
 
 
 class Origins:
@@ -38,8 +40,8 @@ class Origins:
         self._work = state_dir / "saving"
         self._published = None if store is None else snapshots_of(store)
         self._bases = Snapshots(state_dir / "forks", self._staging, digests=False)
-        self._known_good: set[tuple[str, str, int]] = set()
-        self._turns: dict[tuple[str, str], asyncio.Lock] = {}
+        self._known_good: dict[tuple[str, str], _Identity] = {}
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
 
     def open(self) -> None:
         """Once, before anything else: remove what an edge that died was saving. Blocking."""
@@ -79,20 +81,25 @@ class Origins:
 
     async def find(self, project: str, name: str) -> Snapshot:
         """The snapshot, checked once by this process. Raises NotFoundError, SnapshotInvalidError, UnsupportedError."""
-        published = self.published
-        snapshot = await asyncio.to_thread(published.get, project, name)
-        place = published.path(project, name)
-        async with self._turns.setdefault((project, name), asyncio.Lock()):
-            known = (project, name, place.stat().st_ino) if place.exists() else None
-            if known not in self._known_good:
-                await asyncio.to_thread(published.verify, project, name)
-                if known is not None:
-                    self._known_good.add(known)
+        turn = self._turns.setdefault((project, name), asyncio.Lock())
+        async with turn:
+            return await asyncio.to_thread(self._checked, project, name)
+
+    def _checked(self, project: str, name: str) -> Snapshot:
+        snapshot = self.published.get(project, name)
+        found = _identity(self.published.path(project, name))
+        if found is None or self._known_good.get((project, name)) != found:
+            self._known_good.pop((project, name), None)
+            self.published.verify(project, name)
+            if found is not None:
+                self._known_good[project, name] = found
         return snapshot
 
     def trust(self, project: str, name: str) -> None:
-        """It was just made here."""
-        self._known_good.add((project, name, self.published.path(project, name).stat().st_ino))
+        """It was just made here. Blocking."""
+        found = _identity(self.published.path(project, name))
+        if found is not None:
+            self._known_good[project, name] = found
 
     def summaries(self, project: str) -> list[SnapshotSummary]:
         """Those of a project; none without a store. Blocking."""
@@ -130,6 +137,15 @@ class Origins:
             self.drop_base_if_unused(project, name)
         elif self._published is not None:
             self._published.release(project, name, sandbox_id)
+
+
+def _identity(place: Path) -> _Identity | None:
+    """Which directory it is: a number alone is given to another one as soon as it is free. None: it is gone."""
+    try:
+        found = place.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino, found.st_ctime_ns
 
 
 def of_snapshot(name: str) -> str:

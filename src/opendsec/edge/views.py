@@ -102,6 +102,8 @@ class Views:
                 remedy="apt-get install novnc on it",
             )
         self._forget_old()
+        while len(self._good) >= MAX_VIEWS:
+            del self._good[next(iter(self._good))]
         token = secrets.token_urlsafe(32)
         self._good[token] = _Good(sandbox_id=sandbox_id, until=time.monotonic() + request.seconds)
         sandbox.used()
@@ -144,8 +146,6 @@ class Views:
         now = time.monotonic()
         for token in [token for token, good in self._good.items() if good.until < now]:
             del self._good[token]
-        while len(self._good) >= MAX_VIEWS:
-            del self._good[next(iter(self._good))]
 
     def _file(self, name: str) -> tuple[bytes, bytes]:
         """A file of noVNC's. Links are followed (the package has some), as long as they stay inside."""

@@ -38,7 +38,7 @@ from opendsec.server.asgi import (
     send_error,
 )
 from opendsec.server.auth import Verify, bearer_token
-from opendsec.wire.contracts import MAX_JSON_BODY
+from opendsec.wire.contracts import MAX_JSON_BODY, VIEW_ROOT
 
 log = logging.getLogger(__name__)
 
@@ -122,7 +122,14 @@ def _accepted_request_id(scope: Scope) -> bytes:
 
 
 def _request_fields(scope: Scope) -> dict[str, object]:
-    return {"request_id": request_id(scope), "method": scope["method"], "path": scope["path"]}
+    return {"request_id": request_id(scope), "method": scope["method"], "path": shown_path(scope["path"])}
+
+
+def shown_path(path: str) -> str:
+    """For logs: what comes after a view's sandbox opens it, and is nobody else's."""
+    if not path.startswith(VIEW_ROOT):
+        return path
+    return f"{VIEW_ROOT}{path.removeprefix(VIEW_ROOT).partition('/')[0]}/…"
 
 
 def _cause(exc: BaseException) -> BaseException:

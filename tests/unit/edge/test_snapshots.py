@@ -160,6 +160,19 @@ async def test_a_spoiled_snapshot_is_refused_by_name(tmp_path: Path) -> None:
         await from_snapshot(node)
 
 
+async def test_one_that_was_checked_is_checked_again_when_it_may_be_another(tmp_path: Path) -> None:
+    async with node_of(tmp_path, DummyBackend()) as node:
+        await saved(node, await created(node))
+        await from_snapshot(node)
+        place = node.origins.published.path("default", "warm")
+        file = place / "machine.json"
+        file.chmod(0o600)
+        file.write_bytes(file.read_bytes()[:-2] + b" }")
+        place.rename(place.with_name("away")).rename(place)  # its number stays the same
+        with pytest.raises(SnapshotInvalidError, match="the bytes of machine"):
+            await from_snapshot(node)
+
+
 async def test_projects_do_not_see_each_others(tmp_path: Path) -> None:
     async with node_of(tmp_path, DummyBackend()) as node:
         await saved(node, await created(node))

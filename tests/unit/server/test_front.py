@@ -14,6 +14,7 @@ from opendsec.model.spec import SandboxSpec
 from opendsec.server.app import make_app
 from opendsec.server.asgi import ASGIApp, ClientGoneError, Scope, body_chunks, query, read_body
 from opendsec.server.auth import constant_token
+from opendsec.server.front import _request_fields
 from opendsec.wire import codec
 from opendsec.wire.contracts import CreateRequest
 
@@ -157,3 +158,16 @@ def test_query_keeps_bytes_that_are_no_utf_8_and_refuses_doubles() -> None:
 
 def test_answer_is_unfinished_until_its_last_message() -> None:
     assert not Answer([{"type": "http.response.start", "status": 200, "headers": []}]).finished
+
+
+@pytest.mark.parametrize(
+    ("path", "shown"),
+    [
+        ("/v1/sandboxes/sbx-a-1", "/v1/sandboxes/sbx-a-1"),
+        ("/view/sbx-a-1/secret/vnc", "/view/sbx-a-1/…"),
+        ("/view/sbx-a-1", "/view/sbx-a-1/…"),
+    ],
+)
+def test_no_log_tells_what_opens_a_view(path: str, shown: str) -> None:
+    fields = _request_fields({"state": {"request_id": "r1"}, "method": "GET", "path": path, "headers": []})
+    assert fields["path"] == shown

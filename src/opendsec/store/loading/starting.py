@@ -177,6 +177,8 @@ class Starts:
 
     def begin(self, layer: Layer, files: LayerFiles, directory_fd: int) -> None:
         """It is mounted now, and nobody had it mounted before. `directory_fd` is not kept. Waits for nothing."""
+        with self._lock:
+            expected = self._expected.pop(layer.digest, None)
         if layer.data is None or not files.is_far:
             return
         fd = os.open(".", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory_fd)
@@ -186,8 +188,6 @@ class Starts:
             self._starts[layer.digest] = start
         if before is not None:
             before.close()
-        with self._lock:
-            expected = self._expected.pop(layer.digest, None)
         if expected is None:
             expected = Future()
             self._lookers.do([partial(self._look_up, layer, expected)])
