@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from tests.cluster.client.whole_road import Road, whole_road
 import opendsec
 import opendsec.sync
 from opendsec import BackendKind, DSecContainerRunArgs, DSecMicroVMRunArgs, SandboxState, Started
-from opendsec.model.ids import edge_of
+from opendsec.model.ids import SandboxId, edge_of
 from opendsec.model.node import BackendReport
 
 pytestmark = pytest.mark.anyio
@@ -161,15 +162,36 @@ async def test_a_port_nobody_listens_on_is_a_plain_error(road: Road) -> None:
         with pytest.raises(opendsec.ConflictError, match="port 8: Connection refused inside the sandbox") as raised:
             await sandbox.ports.connect(8)
         assert raised.value.detail["errno"] == "ECONNREFUSED"
-        for port in (0, 65536):
+        for port in (0, 65536, "80", True, None):
             with pytest.raises(opendsec.InvalidSpecError, match="port: "):
-                await sandbox.ports.connect(port)
+                await sandbox.ports.connect(port)  # type: ignore[arg-type]
+        for ask in (functools.partial(sandbox.ports.connect, 7), sandbox.stop):
+            with pytest.raises(opendsec.InvalidSpecError, match="timeout: "):
+                await ask(timeout=0)
         with pytest.raises(opendsec.UnauthorizedError):
             async with opendsec.DSecClient(road.url, "wrong") as stranger:
                 await opendsec.Sandbox(stranger._transport, sandbox.id).ports.connect(7)
     with pytest.raises(opendsec.SandboxExitedError):
         async with road.client() as client:
             await opendsec.Sandbox(client._transport, sandbox.id).ports.connect(7)
+
+
+async def test_a_port_that_is_not_connected_in_time_says_so() -> None:
+    over = asyncio.Event()
+
+    async def never(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1000):
+            pass
+        writer.close()
+        over.set()
+
+    async with await asyncio.start_server(never, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        client = opendsec.DSecClient(url, "key")  # not opened: that asks the server who it is
+        with anyio.fail_after(20), pytest.raises(opendsec.DeadlineError, match="not made within its time"):
+            await opendsec.Sandbox(client._transport, SandboxId("sbx-a-1")).ports.connect(7, timeout=0.2)
+        await client.close()
+        await over.wait()
 
 
 async def test_an_open_port_keeps_the_sandbox_from_idling_and_its_end_cuts_it(road: Road) -> None:

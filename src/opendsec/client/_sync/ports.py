@@ -7,7 +7,9 @@ of the pool that is used for nothing else afterwards.
 
 from __future__ import annotations
 
+import math
 import secrets
+import time
 from types import TracebackType
 from typing import Self
 
@@ -17,7 +19,7 @@ import httpcore
 from opendsec.client._sync.connection import Connection, Lane
 from opendsec.client._sync.transport import OCTETS, SILENCE_S, Transport, target
 from opendsec.client.concurrency import Lock
-from opendsec.errors import InvalidSpecError, OpenDSecError, ProtocolError, TransportError
+from opendsec.errors import DeadlineError, InvalidSpecError, OpenDSecError, ProtocolError, TransportError
 from opendsec.wire import codec
 from opendsec.wire.contracts import MAX_JSON_BODY, PORT_DATA, PORT_EOF, PORT_ERROR
 from opendsec.wire.frames import FrameError, FrameParser
@@ -37,7 +39,7 @@ class Ports:
         """A connection to a TCP port at 127.0.0.1 inside the sandbox; close it, or use it as `with`.
 
         `timeout`: seconds until it is made. While it is open the sandbox is not idle; a pause of a virtual machine, and
-        its stop, cut it. Raises ConflictError (retryable) when nobody listens there, InvalidSpecError,
+        its stop, cut it. Raises ConflictError (retryable) when nobody listens there, InvalidSpecError, DeadlineError,
         SandboxExitedError, UnsupportedError, TransportError.
         """
         if not 0 < port < 65536:
@@ -46,7 +48,7 @@ class Ports:
         connection = self._transport.pool.take(Lane.LONG, deadline=deadline, fresh=True)
         stream = PortStream(self._transport, connection)
         try:
-            stream.begin(target("sandboxes", self._sandbox_id, "ports", str(port)))
+            stream.begin(target("sandboxes", self._sandbox_id, "ports", str(port)), deadline=deadline)
         except BaseException:
             stream.close()
             raise
@@ -68,13 +70,13 @@ class PortStream:
         self._request_id = secrets.token_hex(8)
         self._writing = Lock()
 
-    def begin(self, where: str) -> None:
+    def begin(self, where: str, *, deadline: float) -> None:
         """Ask, and wait for the connection to be made. Called once, by `Ports.connect`."""
         headers = [*self._transport.headers(self._request_id), (b"Transfer-Encoding", b"chunked")]
         headers.append((b"Content-Type", OCTETS.encode("ascii")))
         path = self._transport.endpoint.prefix + where
         self._send(h11.Request(method="POST", target=path, headers=headers))
-        answer = self._next_event()
+        answer = self._next_event(deadline)
         if not isinstance(answer, h11.Response):
             raise ProtocolError("the server's answer does not begin as one", request_id=self._request_id)
         if answer.status_code != 200:
@@ -137,14 +139,17 @@ class PortStream:
         except _NETWORK as exc:
             raise self._cut(exc) from exc
 
-    def _next_event(self) -> type[h11.PAUSED | h11.NEED_DATA] | h11.Event:
+    def _next_event(self, deadline: float = math.inf) -> type[h11.PAUSED | h11.NEED_DATA] | h11.Event:
         while True:
+            patience_s = min(SILENCE_S, max(0.001, deadline - time.monotonic()))
             try:
                 event = self._http.next_event()
                 if event is h11.NEED_DATA:
-                    self._http.receive_data(self._network.read(READ_BYTES, timeout=SILENCE_S))
+                    self._http.receive_data(self._network.read(READ_BYTES, timeout=patience_s))
                     continue
             except _NETWORK as exc:
+                if isinstance(exc, httpcore.TimeoutException) and patience_s < SILENCE_S:
+                    raise DeadlineError("the connection was not made within its time") from exc
                 raise self._cut(exc) from exc
             return event
 
