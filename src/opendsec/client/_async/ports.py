@@ -19,6 +19,7 @@ from opendsec.client._async.connection import Connection, Lane
 from opendsec.client._async.transport import OCTETS, SILENCE_S, Transport, target
 from opendsec.client.concurrency import AsyncLock
 from opendsec.errors import DeadlineError, InvalidSpecError, OpenDSecError, ProtocolError, TransportError
+from opendsec.model.spec import check_seconds
 from opendsec.wire import codec
 from opendsec.wire.contracts import MAX_JSON_BODY, PORT_DATA, PORT_EOF, PORT_ERROR
 from opendsec.wire.frames import FrameError, FrameParser
@@ -41,8 +42,9 @@ class Ports:
         its stop, cut it. Raises ConflictError (retryable) when nobody listens there, InvalidSpecError, DeadlineError,
         SandboxExitedError, UnsupportedError, TransportError.
         """
-        if not 0 < port < 65536:
-            raise InvalidSpecError(f"port: {port} is not between 1 and 65535", detail={"field": "port"})
+        check_seconds(timeout, "timeout")
+        if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+            raise InvalidSpecError(f"port: {port!r} is not between 1 and 65535", detail={"field": "port"})
         deadline = self._transport.deadline(timeout)
         connection = await self._transport.pool.take(Lane.LONG, deadline=deadline, fresh=True)
         stream = PortStream(self._transport, connection)

@@ -320,6 +320,7 @@ class Sandbox:
 
     async def stop(self, *, timeout: float | None = None) -> SandboxStatus:
         """End the sandbox and everything in it; all its files are gone. May be repeated, in every state."""
+        check_seconds(timeout, "timeout")
         return await self._transport.call("DELETE", self._target(), SandboxStatus, timeout_s=timeout)
 
     @asynccontextmanager

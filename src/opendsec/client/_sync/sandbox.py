@@ -321,6 +321,7 @@ class Sandbox:
 
     def stop(self, *, timeout: float | None = None) -> SandboxStatus:
         """End the sandbox and everything in it; all its files are gone. May be repeated, in every state."""
+        check_seconds(timeout, "timeout")
         return self._transport.call("DELETE", self._target(), SandboxStatus, timeout_s=timeout)
 
     @contextmanager
