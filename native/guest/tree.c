@@ -11,6 +11,7 @@
 #include <string.h>
 #include <sys/epoll.h>
 #include <sys/stat.h>
+#include <sys/utsname.h>
 #include <sys/vfs.h>
 #include <unistd.h>
 
@@ -27,6 +28,8 @@ struct remains {
 };
 
 static int root = -1;
+static bool counts_where_forks_are_asked_for; /* before Linux 6.11; later, where the limit is */
+static uint64_t refused_in_removed, refused_found;
 
 bool tree_has_cgroups(void) { return root >= 0; }
 
@@ -42,6 +45,10 @@ bool tree_init(int fd) {
     }
     fcntl(fd, F_SETFD, FD_CLOEXEC);
     root = fd;
+    struct utsname system;
+    int major = 0, minor = 0;
+    counts_where_forks_are_asked_for =
+        uname(&system) == 0 && sscanf(system.release, "%d.%d", &major, &minor) == 2 && (major < 6 || (major == 6 && minor < 11));
     return true;
 }
 
@@ -123,18 +130,48 @@ void tree_freeze(const struct tree *tree, bool frozen) {
     if (tree->fd >= 0) write_file_at(tree->fd, "cgroup.freeze", frozen ? "1" : "0");
 }
 
+/* Adds what a cgroup says of forks refused in it to `refused_found`. */
+static void find_refused(int parent, const char *name, int dir) {
+    (void)parent, (void)name;
+    char text[64] = "";
+    unsigned long long count;
+    int fd = openat(dir, "pids.events", O_RDONLY | O_CLOEXEC);
+    if (fd >= 0 && read(fd, text, sizeof text - 1) > 0 && sscanf(text, "max %llu", &count) == 1) refused_found += count;
+    if (fd >= 0) close(fd);
+}
+
+uint64_t tree_forks_refused(void) {
+    if (root < 0 || !counts_where_forks_are_asked_for) return 0;
+    refused_found = refused_in_removed;
+    each_below(root, 0, find_refused);
+    return refused_found;
+}
+
+/* As unlinkat; what was refused in it is remembered. */
+static int remove_group(int parent, const char *name) {
+    refused_found = 0;
+    int fd = counts_where_forks_are_asked_for ? openat(parent, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC | O_NOFOLLOW) : -1;
+    if (fd >= 0) {
+        find_refused(parent, name, fd);
+        close(fd);
+    }
+    int status = unlinkat(parent, name, AT_REMOVEDIR);
+    if (status == 0) refused_in_removed += refused_found;
+    return status;
+}
+
 static void remove_dir(int parent, const char *name, int fd) {
     (void)fd;
-    unlinkat(parent, name, AT_REMOVEDIR);
+    remove_group(parent, name);
 }
 
 static bool remove_tree(const char *name) {
-    if (unlinkat(root, name, AT_REMOVEDIR) == 0 || errno == ENOENT) return true;
+    if (remove_group(root, name) == 0 || errno == ENOENT) return true;
     int fd = openat(root, name, O_RDONLY | O_DIRECTORY | O_CLOEXEC);
     if (fd < 0) return errno == ENOENT;
     each_below(fd, 0, remove_dir);
     close(fd);
-    return unlinkat(root, name, AT_REMOVEDIR) == 0;
+    return remove_group(root, name) == 0;
 }
 
 static bool is_populated(int events_fd) {

@@ -36,5 +36,7 @@ void tree_freeze(const struct tree *tree, bool frozen);
 bool tree_await_empty(struct tree *tree, void (*emptied)(struct tree *));
 /* The cgroup goes away as soon as it is empty; `tree` may be reused at once. */
 void tree_retire(struct tree *tree);
+/* How many forks were refused in cgroups below ours, where the kernel counts them there (before Linux 6.11); else 0. */
+uint64_t tree_forks_refused(void);
 
 #endif

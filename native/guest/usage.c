@@ -11,6 +11,7 @@
 
 #include "conn.h"
 #include "machine.h"
+#include "tree.h"
 
 enum { FULL_BELOW = 64 * 1024, IS_FULL = 1 };
 
@@ -42,7 +43,8 @@ void usage_send(void) {
     uint64_t total = number_in("proc/meminfo", "MemTotal:"), free_kb = number_in("proc/meminfo", "MemAvailable:");
     uint64_t kills = number_in("c/sandbox/memory.events", "oom_kill "), all_kills = number_in("proc/vmstat", "oom_kill ");
     write_u64(&writer, TAG_OOM_KILLS, kills > all_kills ? kills : all_kills); /* each may be configured out */
-    write_u64(&writer, TAG_PIDS_DENIED, number_in("c/sandbox/pids.events", "max "));
+    uint64_t refused = number_in("c/sandbox/pids.events", "max "), refused_below = tree_forks_refused();
+    write_u64(&writer, TAG_PIDS_DENIED, refused > refused_below ? refused : refused_below);
     write_u64(&writer, TAG_FLAGS, is_full() ? IS_FULL : 0);
     write_u64(&writer, TAG_MEMORY, total > free_kb ? (total - free_kb) * 1024 : 0);
     write_u64(&writer, TAG_CPU_US, number_in("c/sandbox/cpu.stat", "usage_usec "));
