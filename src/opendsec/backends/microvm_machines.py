@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
 
-from opendsec.backends.microvm_disk import copy_sparse, make_ext4
+from opendsec.backends.microvm_disk import make_ext4
 from opendsec.backends.microvm_layers import PACKED_FILE, LayerDisks, LayerDrives, layer_drives
 from opendsec.backends.microvm_shape import MIB, OVERHEAD_MIB, Boot, Shape, identity, machine, setup, template_key
 from opendsec.backends.microvm_templates import MACHINE, Templates
@@ -29,6 +29,7 @@ from opendsec.linux.network import SandboxNetwork
 from opendsec.model.image import Image
 from opendsec.store.durable import NO_LINKS, remove_tree
 from opendsec.store.loading.base import LayerFiles
+from opendsec.store.sparse import copy_sparse
 from opendsec.vm.base import Place, Vm, Vmm
 from opendsec.vm.initrd import write_initrd
 from opendsec.vm.kernels import find_kernel

@@ -18,11 +18,11 @@ from pathlib import Path
 from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.model.image import DiskFormat, Image, ImageConfig, LayerRole, Machine
 from opendsec.model.spec import check_memory_mb
-from opendsec.store.durable import disk_full_named
 from opendsec.store.images import ImageStore
 from opendsec.store.manifest import MAX_CPUS
 from opendsec.store.programs import find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
+from opendsec.store.sparse import CutShortError, copy_sparse
 
 SECTOR = 512
 MAX_VIRTUAL_BYTES = 16 << 40
@@ -67,8 +67,10 @@ def import_disk(store: ImageStore, request: DiskRequest, *, on_progress: OnProgr
     with store.staging() as work:
         copy = work / "disk"
         on_progress(Progress(phase="copying"))
-        with disk_full_named(store.root):
-            copy_sparse(request.path, copy)
+        try:
+            copy_sparse(request.path.resolve(), copy)
+        except CutShortError as error:
+            raise InvalidSpecError("source: it became shorter while it was read", detail={"field": "source"}) from error
         copy.chmod(0o444)
         on_progress(Progress(phase="checking"))
         found = request.format or _format_of(copy)
@@ -90,35 +92,6 @@ def _check_machine(machine: Machine) -> None:
 def _format_of(path: Path) -> DiskFormat:
     with path.open("rb") as file:
         return DiskFormat.QCOW2 if file.read(4) == QCOW2_MAGIC else DiskFormat.RAW
-
-
-def copy_sparse(source: Path, target: Path) -> None:
-    """A new file of the same bytes; what is a hole stays one. OSError."""
-    reader = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _copy_extents(reader, writer, os.fstat(reader).st_size)
-        finally:
-            os.close(writer)
-    finally:
-        os.close(reader)
-
-
-def _copy_extents(reader: int, writer: int, size: int) -> None:
-    os.ftruncate(writer, size)
-    at = 0
-    while at < size:
-        try:
-            at = os.lseek(reader, at, os.SEEK_DATA)
-        except OSError:  # ENXIO: nothing but a hole from here on
-            return
-        end = os.lseek(reader, at, os.SEEK_HOLE)
-        while at < end:
-            piece = os.pread(reader, min(1 << 20, end - at), at)
-            if not piece:
-                raise InvalidSpecError("source: it became shorter while it was read", detail={"field": "source"})
-            at += os.pwrite(writer, piece, at)
 
 
 def check_raw(path: Path) -> int:

@@ -16,7 +16,6 @@ Refuses links and devices among the files, and names that are no snapshot's.
 
 from __future__ import annotations
 
-import os
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -34,6 +33,7 @@ from opendsec.store.chunks import make_table, table_digest
 from opendsec.store.durable import disk_full_named, sync_directory, sync_file, write_synced
 from opendsec.store.images import ImageStore
 from opendsec.store.progress import OnProgress, Progress, quietly
+from opendsec.store.sparse import copy_sparse
 from opendsec.wire import codec
 
 MANIFEST, FILES, USERS = "manifest.json", "files", "users"
@@ -318,7 +318,7 @@ def _take(made: Path, target: Path, on_progress: OnProgress) -> None:
             _take(entry, target / entry.name, on_progress)
         else:
             on_progress(Progress(phase="copying the snapshot"))
-            copy_sparsely(entry, target / entry.name)
+            copy_sparse(entry, target / entry.name)
 
 
 def _check_kinds(directory: Path) -> None:
@@ -328,37 +328,6 @@ def _check_kinds(directory: Path) -> None:
             raise SnapshotInvalidError(
                 f"{path.relative_to(directory)} is neither a file nor a directory, which no snapshot may hold"
             )
-
-
-def copy_sparsely(source: Path, target: Path) -> None:
-    """A copy with the same holes: memory that was never touched takes no room. Raises OSError."""
-    reader = os.open(source, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        writer = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            size = os.fstat(reader).st_size
-            os.ftruncate(writer, size)
-            end = 0
-            while end < size:
-                try:
-                    begin = os.lseek(reader, end, os.SEEK_DATA)
-                except OSError:  # ENXIO: a hole to the end
-                    break
-                end = os.lseek(reader, begin, os.SEEK_HOLE)
-                _copy_range(reader, writer, begin, end)
-        finally:
-            os.close(writer)
-    finally:
-        os.close(reader)
-
-
-def _copy_range(reader: int, writer: int, begin: int, end: int) -> None:
-    os.lseek(writer, begin, os.SEEK_SET)
-    while begin < end:
-        copied = os.sendfile(writer, reader, begin, min(end - begin, 1 << 24))
-        if not copied:
-            raise OSError(0, "the file became shorter while it was copied")
-        begin += copied
 
 
 def _digest(path: Path) -> str:

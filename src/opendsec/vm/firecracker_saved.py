@@ -24,6 +24,7 @@ from typing import Final
 import msgspec
 
 from opendsec.errors import SnapshotInvalidError
+from opendsec.store.sparse import data_extents
 from opendsec.vm import sparse
 from opendsec.vm.base import Accelerator, Binding, MachineSpec
 from opendsec.vm.page_source import CHUNK, SUM_BYTES
@@ -151,9 +152,9 @@ def make_whole(memory: Path, base: str) -> None:
     with _opened(memory, os.O_RDWR) as target:
         if base:
             with _opened(Path(base), os.O_RDONLY) as lower:
-                sparse.lay_under(lower, sparse.data_extents(lower), target)
+                sparse.lay_under(lower, data_extents(lower), target)
         zero = _sum(bytes(CHUNK))
-        held = {at // CHUNK for start, length in sparse.data_extents(target) for at in _chunks(start, length)}
+        held = {at // CHUNK for start, length in data_extents(target) for at in _chunks(start, length)}
         with memory.with_name(SUMS).open("xb") as sums:
             for index in range(os.fstat(target).st_size // CHUNK):
                 sums.write(_sum(os.pread(target, CHUNK, index * CHUNK)) if index in held else zero)

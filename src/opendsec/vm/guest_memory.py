@@ -21,7 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from opendsec.store.durable import disk_full_named
-from opendsec.vm.sparse import data_extents
+from opendsec.store.sparse import data_extents
 
 MEMORY, PAGES, INDEX = "memory", "pages", "index"
 PAGE = mmap.PAGESIZE

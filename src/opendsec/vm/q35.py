@@ -25,9 +25,9 @@ from opendsec.errors import HostCapabilityError, NodeError, SandboxLostError, St
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.image import Firmware
-from opendsec.store.disks import copy_sparse
 from opendsec.store.durable import disk_full_named
 from opendsec.store.programs import find_program
+from opendsec.store.sparse import copy_sparse
 from opendsec.vm import q35_line
 from opendsec.vm.base import Accelerator, Binding
 from opendsec.vm.kvm import Kvm, usable_kvm

@@ -13,26 +13,13 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
+from opendsec.store.sparse import data_extents
+
 PAGE: Final = 4096
 FULL: Final = frozenset({errno.ENOSPC, errno.EDQUOT})
 """How a file system says that it has no room."""
 _PROBED_PAGE: Final = 33
 _COPY_BYTES: Final = 8 * 1024 * 1024
-
-
-def data_extents(fd: int) -> Iterator[tuple[int, int]]:
-    """(offset, length) of what is no hole, ascending. Raises OSError."""
-    end = os.fstat(fd).st_size
-    position = 0
-    while position < end:
-        try:
-            start = os.lseek(fd, position, os.SEEK_DATA)
-        except OSError as error:
-            if error.errno == errno.ENXIO:
-                return
-            raise
-        position = os.lseek(fd, start, os.SEEK_HOLE)
-        yield start, position - start
 
 
 def reports_holes(directory: Path) -> bool:

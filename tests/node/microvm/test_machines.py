@@ -18,7 +18,6 @@ from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox, microvm_backen
 
 from opendsec.backends.base import Parked, Running
 from opendsec.backends.microvm import MicroVmBackend
-from opendsec.backends.microvm_disk import copy_sparse
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
@@ -26,6 +25,7 @@ from opendsec.errors import DiskFullError, NodeError, OpenDSecError, SandboxLost
 from opendsec.linux import process
 from opendsec.linux.disk import make_disk, remove_disk
 from opendsec.model.spec import Resources
+from opendsec.store.sparse import copy_sparse
 from opendsec.vm.saved import MANIFEST
 
 pytestmark = [pytest.mark.anyio, *(getattr(pytest.mark, name) for name in MICROVM_NEEDS)]

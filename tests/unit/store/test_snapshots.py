@@ -19,7 +19,7 @@ from opendsec.store.fsck import Fault, check
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
 from opendsec.store.layout import layer_files
-from opendsec.store.snapshots import Snapshot, Snapshots, copy_sparsely, snapshots_of
+from opendsec.store.snapshots import Snapshot, Snapshots, snapshots_of
 
 BOX, OTHER = SandboxId("sbx-local-aaaaaaaaaaaaaaaa"), SandboxId("sbx-local-bbbbbbbbbbbbbbbb")
 
@@ -217,23 +217,6 @@ def test_a_user_that_comes_while_it_is_removed_keeps_it(
     with pytest.raises(ConflictError, match=BOX):
         snapshots.remove("default", "warm")
     snapshots_of(store).verify("default", "warm")
-
-
-def test_a_copy_keeps_holes(tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    with source.open("wb") as file:
-        file.truncate(64 << 20)
-        file.seek(32 << 20)
-        file.write(b"here")
-    copy_sparsely(source, target)
-    assert target.stat().st_size == 64 << 20
-    assert target.stat().st_blocks <= source.stat().st_blocks + 256
-    with target.open("rb") as file:
-        file.seek(32 << 20)
-        assert file.read(4) == b"here"
-    (tmp_path / "empty").touch()
-    copy_sparsely(tmp_path / "empty", tmp_path / "empty2")
-    assert (tmp_path / "empty2").stat().st_size == 0
 
 
 def test_another_file_system_is_copied_from(store: ImageStore, monkeypatch: pytest.MonkeyPatch) -> None:
