@@ -1,9 +1,10 @@
 /*
  * lo is up; eth0 has the one IPv4 address it was given, and a way out, or is down.
  *
- * A card that is up stays up: a restored machine's may have frames in flight, and the kernel waits for them, without
- * end, when a card goes down. Old addresses are removed one by one, and the last one takes the card's routes along.
- * All of it is done by a child: a kernel that does not come back is an error in time, not an agent that hangs.
+ * A card that is up stays up: Linux 6.12 waits for virtio-net's work items when the card goes down, while it holds the
+ * lock they need, and after a restore the VMM may have caused one. Old addresses are removed one by one, and the last
+ * one takes the card's routes along. All of it is done by a child: a kernel that does not come back is an error in
+ * time, not an agent that hangs.
  */
 #include <arpa/inet.h>
 #include <errno.h>

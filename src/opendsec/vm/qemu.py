@@ -317,6 +317,9 @@ class QemuVm(Vm):
                     await asyncio.to_thread(memory_files.load_pages, self.pid, memory, saved, size=size)
                 with (saved / DEVICES).open("rb") as file:
                     await qmp.give("devices", file.fileno())
+                # Asked to announce itself, a guest's kernel (6.12) takes its network's lock in a work item that closing
+                # a card waits for, with the lock held: whoever takes eth0 down then hangs, and all networking with it.
+                await qmp.execute("migrate-set-parameters", {"announce-rounds": 0})
                 await qmp.execute("migrate-incoming", {"uri": "fd:devices"})
                 await _loaded(qmp)
                 if run:
