@@ -82,7 +82,7 @@ def sentences(result: PackResult) -> list[str]:
         amount = f"{result.files} entries, {size(result.bytes)}"
         told.append(f"packed {amount} in {result.duration_s:.2f} s; it stood still for {result.frozen_ms:.0f} ms")
     else:
-        told.append("nothing has changed: no layer was made")
+        told.append("nothing has changed: no image was made, what follows is the source's")
     if result.left_out:
         shown = ", ".join(result.left_out_paths[:_SHOWN])
         more = ", …" if len(result.left_out_paths) > _SHOWN else ""

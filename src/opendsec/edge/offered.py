@@ -65,7 +65,8 @@ class Offered:
             await asyncio.wait(wanted)
 
     async def usable(self, kind: BackendKind) -> Backend:
-        """One that works. Raises UnsupportedError (this edge was not given one), BackendUnavailableError."""
+        """One that works. Raises UnsupportedError (this edge was not given one), BackendUnavailableError, which is not
+        worth another try: what did not open is not opened again."""
         backend = self.backends.get(kind)
         if backend is None:
             raise errors.UnsupportedError(
@@ -77,7 +78,8 @@ class Offered:
         if kind in self.unavailable:
             raise errors.BackendUnavailableError(
                 f"the {kind.value} backend does not work on this node: {self.unavailable[kind]}",
-                remedy="see `opendsec doctor`",
+                remedy="see `opendsec doctor`; what is put right counts from the next `opendsec up -d --restart` on",
+                retryable=False,
             )
         return backend
 

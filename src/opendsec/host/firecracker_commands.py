@@ -10,7 +10,7 @@ import typer
 from opendsec.cli.output import Json, note, print_json, print_line
 from opendsec.errors import OpenDSecError
 from opendsec.host.image_group import errors_shown, state_directory
-from opendsec.host.kernel_commands import download_environment
+from opendsec.host.kernel_commands import SEEN_AFTER, download_environment
 from opendsec.linux import probe
 from opendsec.vm import firecracker_install
 
@@ -30,6 +30,7 @@ def install_firecracker(
         if if_missing and firecracker().ok:
             return
         facts = firecracker_install.install(state_directory(), origin, environment=download_environment(), say=note)
+    note(SEEN_AFTER)
     if as_json:
         print_json(msgspec.to_builtins(facts))
         return

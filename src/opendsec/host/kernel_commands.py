@@ -19,6 +19,7 @@ app = typer.Typer(no_args_is_help=True, help="Guest kernels of this machine.")
 
 _PASSED_ON = ("HOME", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CONFIG_FILE")
 """What pip and apt-get may need to know of how the network is reached; and all of PIP_…"""
+SEEN_AFTER = "a platform that runs already sees it after `opendsec up -d --restart`; sandboxes go on"
 Name = Annotated[str, typer.Argument(help="Name of the kernel, as `opendsec kernel ls` says it.")]
 
 
@@ -39,9 +40,12 @@ def install_kernel(
     with errors_shown(as_json):
         if if_missing and guest_kernel().ok:
             return
+        first = kernels.default_name(state_directory()) is None
         facts = kernels_install.install(
             state_directory(), origin, package=package, environment=download_environment(), say=note
         )
+    if first:
+        note(SEEN_AFTER)
     if as_json:
         print_json(msgspec.to_builtins(facts))
         return

@@ -17,7 +17,9 @@ def test_what_was_packed() -> None:
 
 
 def test_nothing_changed() -> None:
-    assert sentences(replace(RESULT, changed=False)) == ["nothing has changed: no layer was made"]
+    assert sentences(replace(RESULT, changed=False)) == [
+        "nothing has changed: no image was made, what follows is the source's"
+    ]
 
 
 def test_what_was_left_out_and_what_is_old_again() -> None:

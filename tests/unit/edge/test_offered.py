@@ -94,8 +94,10 @@ async def test_one_that_does_not_work_is_refused_with_the_reason(failure: Except
         assert (told.available, told.preparing) == (False, False)
         assert str(failure) in told.reasons[0]
         assert not isinstance(failure, OpenDSecError) or failure.remedy in told.reasons[0]
-        with pytest.raises(BackendUnavailableError, match=str(failure).partition(" (")[0]):
+        with pytest.raises(BackendUnavailableError, match=str(failure).partition(" (")[0]) as refused:
             await offered.usable(BackendKind.MICROVM)
+        assert not refused.value.retryable, "nobody waits a minute for what does not come"
+        assert "up -d --restart" in refused.value.remedy
         with pytest.raises(UnsupportedError, match="no fullvm backend") as raised:
             await offered.usable(BackendKind.FULLVM)
         assert raised.value.remedy == "use one of dummy, microvm"
