@@ -5,10 +5,10 @@ from __future__ import annotations
 import struct
 from typing import Final
 
-REQUEST: Final = struct.Struct("<II")
-"""Number of the call, seconds of processor time; with it three descriptors: task, stdout, stderr."""
-REPLY: Final = struct.Struct("<IIQQQII")
-"""Number, wait status, user and system time in us, largest resident set in KiB, killed leftovers, kills on request."""
+REQUEST: Final = struct.Struct("<III")
+"""Number of the call, seconds of processor time, bytes of the task; with it three descriptors: task, stdout, stderr."""
+REPLY: Final = struct.Struct("<IIII")
+"""Number, wait status, killed leftovers, kills on request."""
 ASK_KILLS: Final = 0xFFFFFFFF
 """As the number of a call: only answer how many kills there were."""
 ASK_SWEEP: Final = 0xFFFFFFFE

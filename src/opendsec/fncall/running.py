@@ -244,9 +244,10 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
         os.close(task)
         raise
     try:
-        _write(task, _task(spec))
+        asked = _task(spec)
+        _write(task, asked)
         with watch(member.zygote.kill):
-            ended = await _called(member, spec, task, pipes)
+            ended = await _called(member, spec, task, len(asked), pipes)
         if member.files.processes() != member.processes:
             await member.zygote.sweep()
         pipes.close()
@@ -284,11 +285,13 @@ def _task(spec: FnCallSpec) -> bytes:
     return f'{json.dumps(rest)[:-1]}, "arguments": {arguments}}}'.encode()
 
 
-async def _called(member: Member, spec: FnCallSpec, task: int, pipes: _Pipes) -> Ended:
+async def _called(member: Member, spec: FnCallSpec, task: int, size: int, pipes: _Pipes) -> Ended:
     zygote = member.zygote
     assert zygote is not None
     pipes.on_over = zygote.kill  # type: ignore[method-assign]
-    answer = zygote.begin(cpu_s=math.ceil(spec.cpu_time_s), task=task, out=pipes.write[0], err=pipes.write[1])
+    answer = zygote.begin(
+        cpu_s=math.ceil(spec.cpu_time_s), task=task, size=size, out=pipes.write[0], err=pipes.write[1]
+    )
     pipes.given()
     listening = asyncio.get_running_loop().call_later(DRAIN_AFTER_S, pipes.listen)
     try:

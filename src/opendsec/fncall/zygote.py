@@ -39,8 +39,6 @@ class Ended:
 
     status: int
     """As wait(2) has it."""
-    user_s: float
-    system_s: float
     leftovers: int
     """How often something had to be killed after the call's own process was gone."""
     kills: int
@@ -68,8 +66,8 @@ class Zygote:
             self._pidfd = -1
         self._fail("was let go")
 
-    def begin(self, *, cpu_s: int, task: int, out: int, err: int) -> asyncio.Future[Ended]:
-        """Start a process for what is in the memory file `task`. The future raises GuestLostError."""
+    def begin(self, *, cpu_s: int, task: int, size: int, out: int, err: int) -> asyncio.Future[Ended]:
+        """Start a process for what is in the memory file `task` of `size` bytes. The future raises GuestLostError."""
         answer: asyncio.Future[Ended] = self._loop.create_future()
         if self.lost:
             answer.set_exception(GuestLostError(f"the fork server {self.lost}"))
@@ -79,7 +77,7 @@ class Zygote:
         fds = array.array("i", (task, out, err))
         try:
             self._control.sendmsg(
-                [frames.REQUEST.pack(self._number, cpu_s)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
+                [frames.REQUEST.pack(self._number, cpu_s, size)], [(socket.SOL_SOCKET, socket.SCM_RIGHTS, fds)]
             )
         except OSError as error:
             self._fail(f"cannot be asked: {error}")
@@ -107,7 +105,7 @@ class Zygote:
         self._answer, before = answer, self._number
         self._number = question
         try:
-            self._control.send(frames.REQUEST.pack(question, 0))
+            self._control.send(frames.REQUEST.pack(question, 0, 0))
             async with asyncio.timeout(ANSWER_TIMEOUT_S):
                 return await answer
         except OSError as error:  # a time-out is one
@@ -128,14 +126,12 @@ class Zygote:
             self._loop.remove_reader(self._control.fileno())
             self._fail("has ended")
             return
-        number, status, user_us, system_us, _, leftovers, kills = frames.REPLY.unpack(packet)
+        number, status, leftovers, kills = frames.REPLY.unpack(packet)
         answer, self._answer = self._answer, None
         if answer is None or answer.done() or number != self._number:
             self._fail("answered what nobody asked")
             return
-        answer.set_result(
-            Ended(status=status, user_s=user_us / 1e6, system_s=system_us / 1e6, leftovers=leftovers, kills=kills)
-        )
+        answer.set_result(Ended(status=status, leftovers=leftovers, kills=kills))
 
     def _fail(self, how: str) -> None:
         self.lost = self.lost or how

@@ -23,3 +23,11 @@ def test_an_old_python_can_run_it() -> None:
     }
     assert modules <= set(sys.stdlib_module_names)
     assert len(zygote.SOURCE.encode()) < 128 * 1024, "one argument of execve"
+
+
+def test_what_a_call_makes_lies_in_new_pages() -> None:
+    """Of each class of small objects, what is made next is in a pool in which nothing else lies."""
+    kept = inside.fill_holes()
+    first_of_pool = [made for made in kept if id(made) & inside.POOL_MASK == inside.POOL_HEADER]
+    assert len({made.__sizeof__() // 16 for made in first_of_pool}) >= 28
+    assert len(kept) < 32 * inside.MOST_HOLES
