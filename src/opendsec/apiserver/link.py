@@ -15,6 +15,7 @@ from opendsec.apiserver.connection import ConnectionLostError, EdgeConnection
 from opendsec.server.runner import Address
 from opendsec.wire import codec
 from opendsec.wire.contracts import HEADER_IDEMPOTENCY, HEADER_PROJECT, HEADER_REQUEST_ID
+from opendsec.wire.keepalive import socket_options
 
 PATIENCE_S = 10.0
 _FIRST_PAUSE_S = 0.02
@@ -69,7 +70,9 @@ class EdgeLink:
             if self.address.path is not None:
                 _, made = await loop.create_unix_connection(EdgeConnection, str(self.address.path))
             else:
-                _, made = await loop.create_connection(EdgeConnection, self.address.host, self.address.port)
+                transport, made = await loop.create_connection(EdgeConnection, self.address.host, self.address.port)
+                for option in socket_options():
+                    transport.get_extra_info("socket").setsockopt(*option)
         return made
 
     def release(self, connection: EdgeConnection) -> None:

@@ -21,6 +21,7 @@ import httpcore
 from opendsec.client.concurrency import Gate
 from opendsec.client.settings import Endpoint
 from opendsec.errors import ConnectError, DeadlineError
+from opendsec.wire.keepalive import socket_options
 
 READ_BYTES = 256 * 1024
 MAX_CONNECTIONS = 4096
@@ -167,7 +168,9 @@ class Pool:
             if endpoint.unix_path:
                 raw = self._network.connect_unix_socket(endpoint.unix_path, timeout=timeout)
             else:
-                raw = self._network.connect_tcp(endpoint.host, endpoint.port, timeout=timeout, socket_options=())
+                raw = self._network.connect_tcp(
+                    endpoint.host, endpoint.port, timeout=timeout, socket_options=socket_options()
+                )
             if endpoint.tls:
                 raw = raw.start_tls(self._tls_context(), server_hostname=endpoint.host, timeout=timeout)
         except (httpcore.ConnectError, httpcore.ConnectTimeout) as exc:
