@@ -345,6 +345,8 @@ class MicroVmBackend(Backend):
             machine = target / MACHINE
             machine.mkdir(mode=0o700)
             await vm.save(machine, whole=True)
+            if not self._is_parked(handle):  # a parked one builds on what it was parked with
+                await asyncio.to_thread(vm.keep_base, state_of(handle))
             await asyncio.to_thread(copy_disks, state_of(handle), target, kept.shape.disks)
             await asyncio.to_thread(write_kept, target, kept)
 

@@ -123,6 +123,13 @@ class Vm(ABC):
         referred to, by its path; with `whole`, nothing outside of `target` is. Raises DiskFullError.
         """
 
+    def keep_base(self, directory: Path) -> None:
+        """The files it was saved to last are about to move: keep in `directory` what its next save builds on, in place
+        of what was kept there before. Nothing where the driver does not build on them, or the file system has no links;
+        then the next save is whole. Blocking. Raises OSError.
+        """
+        return
+
     @abstractmethod
     async def kill(self) -> None:
         """End the VMM at once; returns when it is gone. Idempotent."""

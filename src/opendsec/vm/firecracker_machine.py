@@ -28,6 +28,7 @@ from opendsec.guest.base import GuestLostError
 from opendsec.guest.channel import Channel, greet
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
+from opendsec.store.durable import NO_LINKS
 from opendsec.vm import firecracker_saved, sparse
 from opendsec.vm.base import Binding, MachineSpec, Vm
 from opendsec.vm.firecracker_api import Api, ApiError, ApiGoneError
@@ -49,6 +50,8 @@ from opendsec.vm.userfault_client import MemoryServer
 RECORD, VSOCK, UFFD_SOCKET = "vm.json", "v.sock", "uffd.sock"
 _OURS: Final = (RECORD, f".{RECORD}", VSOCK, UFFD_SOCKET, API_SOCKET, LOST, "kernel", "initrd")
 _OUR_DIRECTORIES: Final = ("drives", "snapshot", JAIL)
+KEPT_MEMORY: Final = "memory-"
+"""How a link to the memory of a snapshot begins, in its sandbox's directory."""
 GONE_S: Final = 30.0
 """A killed VMM is gone in a millisecond; a dead disk under it can hold it."""
 SAVE_S: Final = 60.0
@@ -235,6 +238,23 @@ class FirecrackerVm(Vm):
             raise self._save_error(target, str(error), full=error.errno in sparse.FULL) from error
         record.certain = True
         record.write(self._directory)
+
+    def keep_base(self, directory: Path) -> None:
+        record = self._record
+        if len(record.memory) != 1:
+            return  # changes, which whoever saved them keeps in place
+        kept = directory / f"{KEPT_MEMORY}{secrets.token_hex(4)}"
+        try:
+            os.link(record.memory[0].path, kept)
+        except OSError as error:
+            if error.errno not in NO_LINKS and error.errno != errno.EXDEV:
+                raise
+            return
+        record.memory = [FileIdentity.of(kept)]
+        record.write(self._directory)
+        for older in directory.glob(f"{KEPT_MEMORY}*"):
+            if older != kept:
+                older.unlink()
 
     def _may_save_changes(self, target: Path) -> bool:
         memory = self._record.memory

@@ -22,7 +22,7 @@ from tests.node.vm.tiny_guest import run
 from opendsec.backends.base import Handle, Parked, Running, StartPlan
 from opendsec.backends.ground import FORWARDING, Ground
 from opendsec.backends.microvm import MicroVmBackend
-from opendsec.backends.microvm_files import PLACE
+from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_layers import PACKED_FILE
 from opendsec.guest.base import Guest
 from opendsec.linux.network import SandboxNetwork
@@ -35,7 +35,10 @@ from opendsec.store.mounts import LayerMounts
 from opendsec.vm.base import WantedVmm
 from opendsec.vm.chosen import ChosenVmm
 from opendsec.vm.firecracker import MAX_DRIVES
+from opendsec.vm.firecracker_machine import KEPT_MEMORY
+from opendsec.vm.firecracker_saved import MEMORY
 from opendsec.vm.kernels import KernelFacts, file_digest, kernels_directory
+from opendsec.vm.saved import MANIFEST
 
 pytestmark = [
     pytest.mark.anyio,
@@ -136,6 +139,8 @@ async def test_the_whole_life_of_sandboxes(node: Node) -> None:
     target.mkdir()
     await backend.snapshot(second.handle, target)
     assert await run(await _guest(backend, second.handle), 9, "check 500 2") == (0, b"0")
+    target = target.rename(node.state / "published")
+    await goes_on_from_its_snapshot(backend, second.handle, plans[1])
     plans.append(node.plan(2, snapshot=target))
     third = await backend.start(plans[-1])
     assert third.guest is not None
@@ -154,6 +159,24 @@ async def test_the_whole_life_of_sandboxes(node: Node) -> None:
         assert isinstance(await again.recover(handle), Running)
     await destroy(again, *plans)
     await again.close()
+
+
+async def goes_on_from_its_snapshot(backend: MicroVmBackend, handle: Handle, plan: StartPlan) -> None:
+    """What it changes is saved over the published memory, also once that is removed, and after another snapshot."""
+    for turn in (1, 2):
+        assert await run(await _guest(backend, handle), 20 + turn, f"fill 10 {turn}") == (0, b"10")
+        await backend.pause(handle)
+        saved = json.loads((plan.state_dir / PAUSED / MANIFEST).read_bytes())
+        assert Path(saved["base"]).parent == plan.state_dir
+        assert (plan.state_dir / PAUSED / MEMORY).stat().st_blocks * 512 < 8 << 20
+        await backend.resume(handle)
+        assert await run(await _guest(backend, handle), 30 + turn, f"check 10 {turn}") == (0, b"0")
+        another = plan.state_dir.parent / "another"
+        another.mkdir()
+        await backend.snapshot(handle, another)
+        shutil.rmtree(another)
+        assert len(list(plan.state_dir.glob(f"{KEPT_MEMORY}*"))) == 1
+    assert await run(await _guest(backend, handle), 40, "check 500 2") == (0, b"0")
 
 
 async def test_an_image_of_more_layers_than_drives(node: Node) -> None:
