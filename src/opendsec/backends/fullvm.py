@@ -159,12 +159,12 @@ class FullVmBackend(Backend):
         self._network = network_of(self._number)
 
     async def close(self) -> None:
-        for live in self._live.values():
+        while self._live:  # a start or a stop may end meanwhile
+            _, live = self._live.popitem()
             live.console.close()
             if live.guest is not None:
                 await live.guest.aclose()
             live.machine.release()
-        self._live.clear()
         if self._may_network and self._network is not None:
             await self._network.close()
         if self._driver is not None:
@@ -304,8 +304,11 @@ class FullVmBackend(Backend):
     # ── later ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def recover(self, handle: Handle) -> Running | None:
-        guest = await self.reconnect(handle)
-        return None if guest is None else Running(handle=handle, guest=guest)
+        """A new edge asks for many, and asks again: a hung agent holds up none of the others."""
+        live = await self._found(handle)
+        if live is None:
+            return None
+        return Running(handle=handle, guest=await self._guest(handle, live, timeout_s=GREETING_S))
 
     async def reconnect(self, handle: Handle) -> Guest | None:
         live = await self._found(handle)

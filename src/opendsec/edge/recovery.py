@@ -7,6 +7,8 @@
 | created, started       | the backend finds it | adopted; its commands go on without a gap               |
 | …, paused              | and parked           | adopted as it is; its commands wait and go on with it   |
 | …, paused              | it runs still        | paused once more, for nobody was told it was resumed    |
+| created, started       | it lives, and is     | adopted without a connection, which is asked for while  |
+|                        | silent for now       | it lives (`REACH_S`); its commands wait for it          |
 | created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
 | created, started       | we lack descriptors  | the edge ends: another one may have them                |
 | …, a damaged line      | no `ending`          | removed, `node_lost`; its commands end `sandbox_ended`  |
@@ -275,6 +277,9 @@ async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
                 f"sandbox {sandbox.sandbox_id} cannot be taken over: {exc}",
                 remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
             ) from exc
+        if isinstance(exc, GuestLostError | errors.NodeError | TimeoutError):
+            _go_on_unreached(sandbox, handle, paused=paused)
+            return ""
         return f"it did not answer the restarted edge: {exc}"
     if again is None:
         return "it was gone when the edge was restarted"
@@ -333,6 +338,21 @@ async def _find_parking(backend: Backend, handle: Handle, *, paused: bool) -> _A
         return _Again(found=found, paused=False, known=known)
     await found.guest.aclose()
     return _Again(found=Parked(handle=handle), paused=True)
+
+
+def _go_on_unreached(sandbox: Sandbox, handle: Handle, *, paused: bool) -> None:
+    """It may only be slow: many are met at once, and some are emulated. A paused one of a backend that parks needs no
+    connection; any other runs now.
+    """
+    if paused and sandbox.backend.parks:
+        _go_on(sandbox, _Again(found=Parked(handle=handle), paused=True))
+        return
+    if paused:
+        sandbox.journal.append_soon(journal.PauseState(paused=False))
+    sandbox.adopt_unreached()
+    for _ in sandbox.commands.unfinished():
+        sandbox.life = replace(sandbox.life, busy=sandbox.life.busy + 1)
+    sandbox.commands.resume_when_awake()
 
 
 def _go_on(sandbox: Sandbox, again: _Again) -> None:

@@ -47,6 +47,9 @@ RECONNECT_TRIES = 3
 """Of one reconnect; a backend waits long for an answer each time."""
 RECONNECT_PAUSE_S = 0.5
 """After each, for what fails at once."""
+REACH_S = 900.0
+"""How long one that a new edge found alive may keep silent: whole systems boot in that time, emulated."""
+REACH_PAUSE_S = 2.0
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
 _IN_BETWEEN = frozenset({SandboxState.CREATING, SandboxState.PAUSING, SandboxState.RESUMING})
@@ -592,6 +595,47 @@ class Sandbox:
         if isinstance(found, Running):
             self._guest = found.guest
             self._watch_guest(found.guest)
+
+    def adopt_unreached(self) -> None:
+        """It lives, and has not answered yet: take it over without a connection, and go on asking for one. Commands
+        wait for it; a slow answer costs nobody a sandbox.
+        """
+        assert self.handle is not None
+        self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic())
+        self.spawn(self._reach(self.handle), "reach")
+
+    async def _reach(self, handle: Handle) -> None:
+        until = time.monotonic() + REACH_S
+        async with self._reconnecting:
+            while lifecycle.connection_wanted(self.life, parks=self.backend.parks):
+                then = self.life
+                try:
+                    if await self._reached(handle):
+                        return
+                except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
+                    log.warning("not_reached", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
+                    if time.monotonic() > until and self.life.pauses == then.pauses and not is_our_own_want(exc):
+                        detail = f"it did not answer the restarted edge: {exc}"
+                        self.apply(lifecycle.Perished(time.monotonic(), SandboxEnd.GUEST_LOST, detail))
+                        return
+                await asyncio.sleep(REACH_PAUSE_S)
+
+    async def _reached(self, handle: Handle) -> bool:
+        """Whether there is nothing more to ask for. Raises what the backend does."""
+        if not self.backend.parks and Capability.PAUSE in self.backend.capabilities and self._may_answer():
+            await self.backend.resume(handle)  # an edge that died within a pack has left it standing still
+        found = await self.backend.recover(handle)
+        if isinstance(found, Running):
+            self._guest = found.guest
+            self._watch_guest(found.guest)
+            return True
+        if found is None:
+            reason, detail = self._why_lost()
+            self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
+            return True
+        if self._may_answer():
+            await self.backend.resume(handle)  # nobody was told that it was paused
+        return False
 
     def finish_removal(self, reason: SandboxEnd, detail: str) -> None:
         """It was ending, or nothing of it runs any more: remove what is left."""

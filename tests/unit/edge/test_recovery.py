@@ -22,6 +22,7 @@ from opendsec.backends import dummy_machine
 from opendsec.backends.base import Handle, Parked, Running
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge import journal, node, recovery
+from opendsec.edge import sandbox as sandboxes
 from opendsec.edge.node import Node
 from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.writer import WriterThread
@@ -34,6 +35,7 @@ from opendsec.errors import (
     OpenDSecError,
     StartError,
 )
+from opendsec.guest.base import GuestLostError
 from opendsec.model.command import EndReason, ExecRequest
 from opendsec.model.ids import SandboxId, new_sandbox_id
 from opendsec.model.node import SandboxEnd, SandboxState
@@ -383,6 +385,77 @@ async def test_a_sandbox_that_cannot_be_talked_to_is_ended_and_the_reason_said(
         await until(lambda: not sandbox.live)
         assert sandbox.life.end_reason is SandboxEnd.GUEST_LOST
         assert "did not answer" in sandbox.life.end_detail
+        nothing_left_over(second, tmp_path, backend)
+
+
+class Slow(DummyBackend):
+    """`recover` fails so often though the sandbox lives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = 0
+
+    async def recover(self, handle: Handle) -> Running | Parked | None:
+        if self.left:
+            self.left -= 1
+            raise GuestLostError("nothing was heard") if self.left % 2 else NodeError("the VMM does not answer")
+        return await super().recover(handle)
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_one_that_is_slow_to_answer_is_kept_with_its_commands(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, paused: bool
+) -> None:
+    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
+    backend = Slow()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        going_on = await sandbox.submit(ExecRequest(script="echo before; sleep 0.3; echo after; exit 5"))
+        await until(lambda: going_on.stdout.total > 0)
+        if paused:
+            await sandbox.pause()
+    backend.left = 6
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project=None)
+        assert sandbox.state is SandboxState.RUNNING
+        with pytest.raises(ConflictError, match="no guest agent yet"):
+            _ = sandbox.guest
+        again = await ended(sandbox.commands.get("cmd-1"))
+        assert again.result is not None
+        assert again.result.exit_code == 5
+        assert await output(sandbox, again) == b"before\nafter\n"
+        assert (await run(sandbox, "exit 3")).exit_code == 3
+        assert backend.left == 0
+
+
+async def test_one_that_is_silent_for_ever_is_ended_and_holds_up_nobody(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
+    monkeypatch.setattr(sandboxes, "REACH_S", 0.5)
+    backend = Slow()
+    async with edge(tmp_path, backend) as first:
+        silent = await created(first)
+    backend.left = 10**6
+    async with edge(tmp_path, backend) as second:
+        other = await created(second)
+        silent = second.get(silent.sandbox_id, project=None)
+        await until(lambda: not silent.live)
+        assert silent.life.end_reason is SandboxEnd.GUEST_LOST
+        assert "did not answer" in silent.life.end_detail
+        assert (await run(other, "exit 3")).exit_code == 3
+        nothing_left_over(second, tmp_path, backend)
+
+
+async def test_one_that_is_silent_can_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
+    backend = Slow()
+    async with edge(tmp_path, backend) as first:
+        silent = await created(first)
+        await silent.submit(ExecRequest(script="sleep 1000"))
+    backend.left = 10**6
+    async with edge(tmp_path, backend) as second:
+        await second.get(silent.sandbox_id, project=None).delete()
         nothing_left_over(second, tmp_path, backend)
 
 
