@@ -172,7 +172,7 @@ def in_own_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def failed(error: OSError) -> None:
+    def failed(error: BaseException) -> None:
         if not done.done():
             done.set_exception(error)
 
@@ -183,7 +183,7 @@ def in_own_thread(call: Callable[[], T]) -> asyncio.Future[T]:
     def run() -> None:
         try:
             result = call()
-        except OSError as error:
+        except BaseException as error:  # noqa: BLE001 - it is raised where the call is waited for
             loop.call_soon_threadsafe(failed, error)
         else:
             loop.call_soon_threadsafe(succeeded, result)
