@@ -232,7 +232,9 @@ def _show_ready(local: Local, report: Mapping[str, Any], *, as_json: bool) -> No
         return
     usable = sorted(name for name, backend in report["backends"].items() if backend["available"])
     images = _named(report["images"], report.get("image_count", 0)) or _no_images(local)
-    what = f"edge {local.edge}, backends {', '.join(usable)}, images {images}"
+    coming = sorted(name for name, backend in report["backends"].items() if backend.get("preparing"))
+    more = f" (being prepared: {', '.join(coming)})" if coming else ""
+    what = f"edge {local.edge}, backends {', '.join(usable)}{more}, images {images}"
     print(f"OpenDSec is ready: {local.api_url}, {what}", flush=True)
 
 
