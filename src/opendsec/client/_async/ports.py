@@ -43,7 +43,7 @@ class Ports:
         SandboxExitedError, UnsupportedError, TransportError.
         """
         check_seconds(timeout, "timeout")
-        if isinstance(port, bool) or not isinstance(port, int) or not 0 < port < 65536:
+        if type(port) is not int or not 0 < port < 65536:  # also no bool
             raise InvalidSpecError(f"port: {port!r} is not between 1 and 65535", detail={"field": "port"})
         deadline = self._transport.deadline(timeout)
         connection = await self._transport.pool.take(Lane.LONG, deadline=deadline, fresh=True)
