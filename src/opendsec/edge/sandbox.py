@@ -299,8 +299,9 @@ class Sandbox:
         """Raises UnsupportedError when the backend has not declared it."""
         if capability not in self.backend.capabilities:
             raise errors.UnsupportedError(
-                f"the {self.backend.kind.value} backend of this node has no {capability.value}",
+                f"the {self.backend.kind.value} backend of this node does not offer {capability.value!r}",
                 detail={"capability": capability.value},
+                remedy="use a backend that does: docs/reference/backends.md",
             )
         why = self.backend.lacks(self.image_config).get(capability)
         if why is not None:

@@ -1,4 +1,4 @@
-"""What `up` and `status` say where no image is named: only a store that can be listed is called empty."""
+"""What `up` and `status` say: only a store that can be listed is called empty, and what is yet to come is named."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.host.local import chosen
-from opendsec.host.up import _no_images
+from opendsec.host.up import _no_images, _show_ready
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,10 @@ def test_a_store_that_cannot_be_listed_is_not_called_empty(
     words = _no_images(local)
     assert says in words
     assert never not in words
+
+
+def test_what_is_still_being_prepared_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    local = chosen({"OPENDSEC_RUN_DIR": str(tmp_path), "OPENDSEC_STATE_DIR": str(tmp_path)})
+    backends = {"container": {"available": True}, "microvm": {"available": False, "preparing": True}}
+    _show_ready(local, {"backends": backends, "images": ["debian"]}, as_json=False)
+    assert "backends container (being prepared: microvm), images debian" in capsys.readouterr().out
