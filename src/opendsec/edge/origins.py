@@ -24,13 +24,13 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.snapshot import SnapshotSummary
 from opendsec.store.durable import remove_tree
 from opendsec.store.images import ImageStore
-from opendsec.store.snapshots import Snapshot, Snapshots, snapshots_of
+from opendsec.store.snapshots import MANIFEST, Snapshot, Snapshots, snapshots_of
 
 log = logging.getLogger(__name__)
 
 NO_STORE = "this edge has no image store that snapshots could lie in"
 _FORK = "fork"
-_Identity = tuple[int, int, int]
+_Identity = tuple[tuple[int, int, int], ...]
 
 
 class Origins:
@@ -140,12 +140,16 @@ class Origins:
 
 
 def _identity(place: Path) -> _Identity | None:
-    """Which directory it is: a number alone is given to another one as soon as it is free. None: it is gone."""
+    """Which directory it is (a number alone is given to another one as soon as it is free), and when which of its files
+    was written last; links to them change no more than their times of change. None: it is gone.
+    """
     try:
         found = place.stat()
+        files = [path.stat() for path in sorted((place.parent / MANIFEST, *place.rglob("*")))]
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_ctime_ns
+    written = ((one.st_ino, one.st_size, one.st_mtime_ns) for one in files)
+    return ((found.st_dev, found.st_ino, found.st_ctime_ns), *written)
 
 
 def of_snapshot(name: str) -> str:

@@ -173,6 +173,21 @@ async def test_one_that_was_checked_is_checked_again_when_it_may_be_another(tmp_
             await from_snapshot(node)
 
 
+async def test_one_that_was_checked_is_checked_again_when_it_was_written_to(tmp_path: Path) -> None:
+    async with node_of(tmp_path, DummyBackend()) as node:
+        await saved(node, await created(node))
+        await from_snapshot(node)  # it was made here, so nothing was read yet
+        file = node.origins.published.path("default", "warm") / "machine.json"
+        text = file.read_bytes()
+        file.chmod(0o600)
+        file.write_bytes(text[:-2] + b" }")
+        for _ in range(2):
+            with pytest.raises(SnapshotInvalidError, match="the bytes of machine"):
+                await from_snapshot(node)
+        file.write_bytes(text)
+        await from_snapshot(node)
+
+
 async def test_projects_do_not_see_each_others(tmp_path: Path) -> None:
     async with node_of(tmp_path, DummyBackend()) as node:
         await saved(node, await created(node))
