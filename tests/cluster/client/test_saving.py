@@ -123,6 +123,26 @@ async def test_forks_are_all_there_or_none(road: Road, monkeypatch: pytest.Monke
         assert list((node.settings.state_dir / "forks" / "default").iterdir()) == []
 
 
+async def test_a_fork_that_is_not_there_in_time_leaves_none(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
+    async with road.client() as client, client.container(ARGS) as source:
+        start, began, slow = road.backends["a"].start, [], asyncio.Event()
+
+        async def hanging(plan: object) -> object:
+            began.append(plan)
+            if len(began) == 2:
+                await slow.wait()
+            return await start(plan)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(road.backends["a"], "start", hanging)
+        asyncio.get_running_loop().call_later(4, slow.set)
+        with pytest.raises(opendsec.DeadlineError):
+            await source.fork(3, timeout=2)
+        assert len(began) >= 3, "others were started"
+        with anyio.fail_after(20):
+            while [one for one in road.nodes["a"].all(project=None) if one.live and one.sandbox_id != source.id]:
+                await anyio.sleep(0.01)
+
+
 async def test_a_fork_nobody_waits_for_any_more_is_ended(road: Road) -> None:
     async with road.client() as client, client.container(ARGS) as source:
         with anyio.move_on_after(0.005):

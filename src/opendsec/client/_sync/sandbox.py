@@ -24,7 +24,7 @@ from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
 from opendsec.client.packed import PackedImage
 from opendsec.client.results import ShellResult
-from opendsec.errors import InvalidSpecError, OpenDSecError
+from opendsec.errors import DeadlineError, InvalidSpecError, OpenDSecError, TransportError
 from opendsec.model.command import DEFAULT_OUTPUT_BYTES, PtySize
 from opendsec.model.image import FileRole, LayerRole
 from opendsec.model.node import SandboxStatus
@@ -278,7 +278,8 @@ class Sandbox:
 
         `labels`, `lifetime`: of the new ones; None: this one's.
         `timeout`: seconds for all of it; None: 10 minutes. Calls with one `idempotency_key` name the same sandboxes.
-        When the calling task is cancelled, those that were started are stopped, unless the key is yours.
+        When the calling task is cancelled, or it does not get there in time, those that were started are stopped,
+        unless the key is yours.
 
         Raises UnsupportedError (the backend has no snapshots), InvalidSpecError, SandboxExitedError, CapacityError,
         DiskFullError, DeadlineError, TransportError.
@@ -291,7 +292,7 @@ class Sandbox:
         deadline = self._transport.deadline(FORK_TIMEOUT_S if timeout is None else timeout)
         try:
             found = forked(self._transport, self._target("fork"), request, key=key, deadline=deadline)
-        except interruption():
+        except (interruption(), DeadlineError, TransportError):  # some may have been started
             if idempotency_key is None:
                 self._take_back(request, key)
             raise
