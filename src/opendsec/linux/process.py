@@ -23,6 +23,7 @@ _MINIMAL_ENV: Mapping[str, str] = {
     "LC_ALL": "C.UTF-8",
 }
 _STDERR_TAIL_BYTES = 2000
+_GATE = 'read -r _ || exit 1; exec "$@" </dev/null'
 
 
 class ProgramError(OSError):
@@ -167,6 +168,27 @@ def spawn(
         setsigdef=(signal.SIGPIPE, signal.SIGINT, signal.SIGTERM, signal.SIGHUP),
     )
     return pid, os.pidfd_open(pid)
+
+
+def spawn_at_gate(
+    program: Path, *, argv: Sequence[str] = (), fds: Mapping[int, int] | None = None
+) -> tuple[int, int, int]:
+    """As `spawn`, and the program is not executed before something is written to the third of what this returns, its
+    gate, which the caller closes: (pid, pidfd, gate). Closed without a word, also by the caller's death, the process
+    ends: so one that must be in a control group is in it, or gone.
+
+    The program's standard input is /dev/null. A shell waits in its place, for a millisecond of processor time.
+    """
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    try:
+        given = ["-c", _GATE, "gate", str(program), *argv]
+        pid, pidfd = spawn(Path("/bin/sh"), argv=given, fds={**(fds or {}), 0: reader})
+    except BaseException:
+        os.close(writer)
+        raise
+    finally:
+        os.close(reader)
+    return pid, pidfd, writer
 
 
 def reap(pid: int) -> int | None:

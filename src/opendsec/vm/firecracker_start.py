@@ -73,27 +73,26 @@ def root_of(directory: Path, identifier: str, *, jailed: bool) -> Path:
     return directory / JAIL / _PROGRAM / identifier / "root" if jailed else directory
 
 
-def spawn(start: Start, console: int) -> tuple[int, int]:
-    """(pid, pidfd) of the VMM, which has executed nothing of a guest yet. Blocking; from a thread of its own, whose
-    directory and mounts it changes. Raises OSError.
+def spawn(start: Start, console: int) -> tuple[int, int, int]:
+    """(pid, pidfd, gate) of the VMM, which waits at its gate (`process.spawn_at_gate`). Blocking; from a thread of its
+    own, whose directory and mounts it changes. Raises OSError.
     """
-    with Path(os.devnull).open("rb") as nothing:
-        fds = {0: nothing.fileno(), 1: console, 2: console}
-        options = ["--api-sock", API_SOCKET, "--level", "Error"]
-        if start.host_id == 0:
-            _link(start)
-            libc.unshare(libc.CLONE_FS)
-            os.chdir(start.directory)
-            argv = ["--id", start.identifier, *options]
-            return process.spawn(start.programs.firecracker, argv=argv, fds=fds)
-        _mount_into_jail(start)
-        argv = [
-            *("--id", start.identifier, "--exec-file", str(start.programs.firecracker)),
-            *("--uid", str(start.host_id), "--gid", str(start.host_id)),
-            *("--chroot-base-dir", str(start.directory / JAIL), "--resource-limit", f"no-file={_JAIL_FILES}"),
-            *("--", *options),
-        ]
-        return process.spawn(start.programs.jailer, argv=argv, fds=fds)
+    fds = {1: console, 2: console}
+    options = ["--api-sock", API_SOCKET, "--level", "Error"]
+    if start.host_id == 0:
+        _link(start)
+        libc.unshare(libc.CLONE_FS)
+        os.chdir(start.directory)
+        argv = ["--id", start.identifier, *options]
+        return process.spawn_at_gate(start.programs.firecracker, argv=argv, fds=fds)
+    _mount_into_jail(start)
+    argv = [
+        *("--id", start.identifier, "--exec-file", str(start.programs.firecracker)),
+        *("--uid", str(start.host_id), "--gid", str(start.host_id)),
+        *("--chroot-base-dir", str(start.directory / JAIL), "--resource-limit", f"no-file={_JAIL_FILES}"),
+        *("--", *options),
+    ]
+    return process.spawn_at_gate(start.programs.jailer, argv=argv, fds=fds)
 
 
 def _link(start: Start) -> None:

@@ -102,14 +102,19 @@ class Starting:
     async def _spawn(self) -> None:
         spawned = in_own_thread(lambda: spawn(self._start, self._console))
         try:
-            self.record.pid, self._pidfd = await asyncio.shield(spawned)
+            self.record.pid, self._pidfd, gate = await asyncio.shield(spawned)
         except asyncio.CancelledError:
             await asyncio.wait([spawned])  # a matter of milliseconds
             if spawned.exception() is None:
-                self.record.pid, self._pidfd = spawned.result()
+                self.record.pid, self._pidfd, gate = spawned.result()
+                os.close(gate)
             raise
-        for descriptor in self._place.cgroup_procs:
-            os.write(descriptor, b"%d" % self.record.pid)
+        try:
+            for descriptor in self._place.cgroup_procs:
+                os.write(descriptor, b"%d" % self.record.pid)
+            os.write(gate, b"go\n")  # from here on it is in its groups
+        finally:
+            os.close(gate)
         identity = process.identify(self.record.pid)
         if identity is None:
             raise StartError("Firecracker ended at once")

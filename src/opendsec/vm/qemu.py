@@ -97,10 +97,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class QemuVmm(Vmm):
-    """`state_dir` keeps what was found out about KVM until the next boot."""
+    """`state_dir` keeps what was found out about KVM and the processor's counter until the next boot."""
 
     def __init__(self, *, state_dir: Path) -> None:
         self._remembered = state_dir / "kvm.json"
+        self._counter = state_dir / "tsc"
         self._binding: Binding | None = None
         self._program = Path()
         self._version = (0, 0)
@@ -127,7 +128,7 @@ class QemuVmm(Vmm):
             ) from error
         model = "max" if accelerator is Accelerator.TCG else await asyncio.to_thread(host_processor)
         if accelerator is Accelerator.TCG:  # the guest's counter is the host's
-            self._tsc_khz = await asyncio.to_thread(tsc_khz)
+            self._tsc_khz = await asyncio.to_thread(_counter_khz, self._counter)
         self._binding = Binding(vmm="qemu-microvm", version=version, accelerator=accelerator, cpu_model=model)
 
     def command_line(self) -> str:
@@ -191,21 +192,23 @@ class QemuVmm(Vmm):
 
     async def _spawn(self, spec: MachineSpec, place: Place, line: Line) -> QemuVm:
         reader, writer = os.pipe2(os.O_CLOEXEC)
-        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        fds = {0: null, 1: writer, 2: writer, line.qmp_fd: line.qmp_fd, line.agent_fd: line.agent_fd}
+        fds = {1: writer, 2: writer, line.qmp_fd: line.qmp_fd, line.agent_fd: line.agent_fd}
         try:
-            pid, pidfd = process.spawn(self._program, argv=arguments(spec, line), fds=fds)
+            pid, pidfd, gate = process.spawn_at_gate(self._program, argv=arguments(spec, line), fds=fds)
         except BaseException:
             os.close(reader)
             raise
         finally:
-            os.close(null)
             os.close(writer)
-        vm = QemuVm(self.binding, _record_of(pid, spec, line), place.directory, pidfd, stderr=reader)
-        async with _ended_on_failure(vm):
-            for procs in place.cgroup_procs:
-                os.write(procs, str(pid).encode("ascii"))
-            (place.directory / RECORD).write_bytes(msgspec.json.encode(vm.record))
+        try:
+            vm = QemuVm(self.binding, _record_of(pid, spec, line), place.directory, pidfd, stderr=reader)
+            async with _ended_on_failure(vm):
+                for procs in place.cgroup_procs:
+                    os.write(procs, str(pid).encode("ascii"))
+                (place.directory / RECORD).write_bytes(msgspec.json.encode(vm.record))
+                os.write(gate, b"go\n")  # from here on it is found, and in its groups
+        finally:
+            os.close(gate)
         return vm
 
 
@@ -504,6 +507,21 @@ async def _ends_soon(pidfd: int) -> bool:
     except TimeoutError:
         return False
     return True
+
+
+def _counter_khz(remembered: Path) -> int:
+    """Of this host's time stamp counter. Measured once a boot: no two measurements are alike, and templates, whose
+    kernels were told, are found again by what they were told. Raises OSError.
+    """
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        boot_id, khz = remembered.read_text(encoding="ascii").split()
+        if boot_id == _boot_id():
+            return int(khz)
+    measured = tsc_khz()
+    partial = remembered.with_name(f".{remembered.name}-{os.getpid()}")
+    partial.write_text(f"{_boot_id()} {measured}\n", encoding="ascii")
+    partial.rename(remembered)
+    return measured
 
 
 def _boot_id() -> str:
