@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import shutil
 import tempfile
@@ -229,7 +231,7 @@ def microvm_backend(layers: LayerMounts, state: Path, run: Path, *, kernels: Pat
     network = SandboxNetwork(
         state_file=FORWARDING, prefix=IPv4Network("10.207.0.0/16"), links="odsv-", table="opendsec_contract_vm"
     )
-    vmm: Vmm = QemuVmm(state_dir=state)
+    vmm: Vmm = QemuVmm(state_dir=booted_before())
     if wanted := os.environ.get("OPENDSEC_TEST_VMM"):
         vmm = ChosenVmm(state_dir=STATE_DIR, run_dir=run, wanted=WantedVmm(wanted))
     return MicroVmBackend(
@@ -243,11 +245,24 @@ def microvm_backend(layers: LayerMounts, state: Path, run: Path, *, kernels: Pat
     )
 
 
+@functools.cache
+def booted_before() -> Path:
+    """Templates of all microVM places of this process, and what QEMU has found out: a boot is the most a test waits
+    for.
+    """
+    path = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
+    (path / "templates").mkdir()
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
 @contextlib.asynccontextmanager
 async def microvm_place(*, kernels: Path = STATE_DIR) -> AsyncIterator[Place]:
     """Real Linux guests in directories and control groups of their own."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    (state / "microvm").mkdir(mode=0o700)
+    (state / "microvm/templates").symlink_to(booted_before() / "templates")
     store = ImageStore(state / "store")
     images = {
         "busybox": make_busybox_image(store),

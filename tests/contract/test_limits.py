@@ -25,9 +25,14 @@ def on(box: Sandbox, *, real: str, dummy: str) -> str:
     return dummy if box.backend.kind == BackendKind.DUMMY else real
 
 
+def limited(place: Place) -> Resources:
+    """All limits at once, so that one machine is booted for all tests."""
+    return Resources(memory_limit_mb=place.least_memory_mb, pids_limit=16, disk_limit_mb=16)
+
+
 async def test_too_much_memory(place: Place) -> None:
     need(place, Capability.MEMORY_LIMIT)
-    async with place.sandbox(resources=Resources(memory_limit_mb=place.least_memory_mb)) as box:
+    async with place.sandbox(resources=limited(place)) as box:
         eat = on(box, real="tail /dev/zero", dummy="allocate 100")
         result = await box.run(eat)
         assert result.exit.signal == 9 or result.exit.exit_code in (137, 2)
@@ -37,7 +42,7 @@ async def test_too_much_memory(place: Place) -> None:
 
 async def test_too_many_processes(place: Place) -> None:
     need(place, Capability.PIDS_LIMIT)
-    async with place.sandbox(resources=Resources(pids_limit=16)) as box:
+    async with place.sandbox(resources=limited(place)) as box:
         fork = on(box, real="for i in $(seq 40); do sleep 1000 & done; wait", dummy="forks 40")
         command = await box.start(fork, timeout_ms=5000, grace_ms=0)
         await box.finish(command)
@@ -54,7 +59,7 @@ async def zeros(size_bytes: int) -> AsyncIterator[bytes]:
 
 async def test_a_full_disk(place: Place) -> None:
     need(place, Capability.DISK_LIMIT)
-    async with place.sandbox(resources=Resources(disk_limit_mb=16)) as box:
+    async with place.sandbox(resources=limited(place)) as box:
         with pytest.raises(GuestError) as refused:
             await box.guest.write_file("/big", zeros(40 * MIB))
         assert (refused.value.code, refused.value.errno) == ("file", 28)

@@ -76,7 +76,8 @@ async def test_death_by_signal_is_told(box: Sandbox) -> None:
 
 
 @pytest.mark.slow
-async def test_five_hundred_commands_among_orphans(place: Place) -> None:
+async def test_hundreds_of_commands_among_orphans(place: Place) -> None:
+    count = 100 if place.backend.parks else 500  # the agent is the same; a guest's processor may be emulated
     async with place.sandbox() as box:
         orphans = await box.start("while true; do (sleep 0.01 &); done")
         limit = asyncio.Semaphore(50)
@@ -86,7 +87,7 @@ async def test_five_hundred_commands_among_orphans(place: Place) -> None:
                 return (await box.run("true")).exit.exit_code
 
         async with asyncio.timeout(100), asyncio.TaskGroup() as group:
-            tasks = [group.create_task(one()) for _ in range(500)]
+            tasks = [group.create_task(one()) for _ in range(count)]
         assert {task.result() for task in tasks} == {0}
         await box.guest.kill(orphans, 0)
         await box.finish(orphans)

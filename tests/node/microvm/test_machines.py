@@ -157,9 +157,7 @@ async def test_a_damaged_template_is_made_anew(place: Place) -> None:
     async with place.sandbox():
         templates = place.state_dir.parent / "microvm/templates"
         made = [path for path in templates.iterdir() if (path / MACHINE).is_dir()]
-        assert made
-        for template in made:
-            flip_devices(template / MACHINE)
+        flip_devices(max(made, key=lambda path: path.stat().st_mtime) / MACHINE)  # the one it was copied from
     plan = place.plan()
     with pytest.raises(StartError, match="damaged") as caught:
         await place.backend.start(plan)

@@ -84,6 +84,8 @@ async def test_copies_of_a_snapshot_have_networks_of_their_own(outside: None, pl
         assert old.stdout == b"2\n", "the source keeps what it has made"
     async with copy_of(place, target, slot=slot) as same:  # its neighbour is another link now
         assert (await same.run(ASK)).stdout == str(HOST_OUTER).encode()
+        flip = await same.run("ip link set eth0 down && ip link set eth0 up && ip route | wc -l", timeout_ms=60_000)
+        assert flip.stdout == b"2\n", flip  # its own two networks: the kernel did not hang, the way out is gone
     async with copy_of(place, target) as one, copy_of(place, target) as two:
         addresses = [await is_itself(one), await is_itself(two)]
         assert len(set(addresses)) == 2
