@@ -6,7 +6,7 @@
 The protocol itself is the QEMU project's own library. Added is what its users here rely on: every call ends within its
 time, a VMM that dies in the middle is `MonitorLostError` and nothing else, refusals keep QEMU's words, and events
 nobody waits for are not kept. QEMU serves one connection of a monitor at a time; a second one waits for the first's
-end, so a machine that is watched for long gets two monitors.
+end, so a machine that is watched for long gets two monitors. Any number may ask at once: they come one by one.
 """
 
 from __future__ import annotations
@@ -24,6 +24,8 @@ from qemu.qmp import EventListener, ExecuteError, QMPClient, QMPError, Runstate
 
 TIMEOUT_S = 30.0
 """For one answer: a host that swaps or an emulated machine under load may take seconds."""
+_QUEUE_S = 0.02
+"""Between two attempts to get into a full queue."""
 _LIBRARY = logging.getLogger("qemu.qmp")
 _LIBRARY.setLevel(logging.CRITICAL)
 """It logs what it also raises."""
@@ -50,11 +52,28 @@ async def monitor(address: Path | socket.socket, *, timeout_s: float = TIMEOUT_S
     try:
         with _lost("connect"):
             async with asyncio.timeout(timeout_s):
-                await client.connect(address if isinstance(address, socket.socket) else str(address))
+                await client.connect(address if isinstance(address, socket.socket) else await _queued(address))
         yield Monitor(client)
     finally:
         with contextlib.suppress(QMPError, OSError, EOFError):
             await client.disconnect()
+
+
+async def _queued(path: Path) -> socket.socket:
+    """Connected. QEMU serves one and lets one more wait; whoever finds its queue full tries again. Raises OSError."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.setblocking(False)
+    try:
+        while True:
+            try:
+                sock.connect(os.fspath(path))
+            except BlockingIOError:
+                await asyncio.sleep(_QUEUE_S)
+            else:
+                return sock
+    except BaseException:
+        sock.close()
+        raise
 
 
 class Monitor:

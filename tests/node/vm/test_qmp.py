@@ -53,6 +53,27 @@ async def test_answers_refusals_and_events(machine: tuple[Path, int]) -> None:
                     await events.next(timeout_s=0.05)
 
 
+async def test_any_number_ask_at_once(machine: tuple[Path, int]) -> None:
+    """QEMU's own queue has room for one or two; whoever is beyond waits, too, and within its time."""
+
+    async def ask() -> str:
+        async with monitor(machine[0]) as qmp:
+            return str((await qmp.execute("query-status"))["status"])
+
+    async with asyncio.TaskGroup() as group:
+        asked = [group.create_task(ask()) for _ in range(24)]
+    assert {one.result() for one in asked} == {"running"}
+    async with monitor(machine[0]), asyncio.TaskGroup() as group:
+        for _ in range(4):
+            group.create_task(_lost_in_time(machine[0]))
+
+
+async def _lost_in_time(path: Path) -> None:
+    with pytest.raises(MonitorLostError, match="connect"):
+        async with monitor(path, timeout_s=0.1):
+            pass
+
+
 async def test_descriptors_are_given(machine: tuple[Path, int]) -> None:
     reader, writer = os.pipe()
     try:
