@@ -137,7 +137,7 @@ class FirecrackerVmm(Vmm):
         version = version_in(answer.stdout)
         if version is None:
             raise _unusable(f"{self._programs.firecracker} does not say which version it is")
-        if not OLDEST <= tuple(int(part) for part in version.split("."))[:2] < BEFORE:
+        if not is_supported(version):
             raise _unusable(f"Firecracker {version} is not supported: 1.12 and later versions of 1 are")
         return version
 
@@ -240,6 +240,11 @@ def version_in(output: bytes) -> str | None:
     """`1.12.1` of what `--version` prints."""
     found = _VERSION.search(output.decode("utf-8", "replace"))
     return ".".join(found.groups()) if found else None
+
+
+def is_supported(version: str) -> bool:
+    """Whether machines are run under that version, as `version_in` gives it."""
+    return OLDEST <= tuple(int(part) for part in version.split("."))[:2] < BEFORE
 
 
 def _drive_reaches(spec: MachineSpec) -> list[Reach]:

@@ -24,7 +24,7 @@ from opendsec.errors import HostCapabilityError, ImageInvalidError, InvalidSpecE
 from opendsec.linux.process import run_sync
 from opendsec.store.durable import disk_full_named, remove_tree, sync_directory, write_synced
 from opendsec.store.programs import ENVIRONMENT
-from opendsec.vm.firecracker import version_in
+from opendsec.vm.firecracker import is_supported, version_in
 from opendsec.vm.firecracker_start import Programs
 from opendsec.vm.kernels import file_digest
 from opendsec.vm.kernels_found import DOWNLOAD_S, Say, run
@@ -110,6 +110,10 @@ def _install(directory: Path, work: Path, contents: Mapping[str, bytes], source:
     versions = {name: _version(new / name) for name in NAMES}
     if len(set(versions.values())) != 1:
         raise ImageInvalidError(f"firecracker is {versions['firecracker']}, jailer is {versions['jailer']}")
+    if not is_supported(versions["firecracker"]):
+        raise ImageInvalidError(
+            f"Firecracker {versions['firecracker']} is not supported: 1.12 and later versions of 1 are", remedy=_BRING
+        )
     digests = {name: file_digest(new / name) for name in NAMES}
     facts = ProgramFacts(version=versions["firecracker"], source=source, sha256=digests)
     write_synced(new / FACTS, msgspec.json.format(msgspec.json.encode(facts)))

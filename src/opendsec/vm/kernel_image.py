@@ -42,7 +42,7 @@ def vmlinux_of(content: bytes, decompress: Decompress) -> bytes:
     """The ELF file in a vmlinux or bzImage. Raises ImageInvalidError."""
     if content.startswith(ELF):
         return content
-    if content[_SETUP_AT : _SETUP_AT + 4] != _SETUP_MAGIC:
+    if content[_SETUP_AT : _SETUP_AT + 4] != _SETUP_MAGIC or len(content) < _PAYLOAD_AT + 8:
         raise ImageInvalidError("this is neither an ELF kernel (vmlinux) nor a bzImage (vmlinuz)")
     sectors = content[0x1F1] or 4
     offset, length = struct.unpack_from("<II", content, _PAYLOAD_AT)
@@ -85,9 +85,12 @@ def check_vmlinux(vmlinux: bytes) -> None:
     """Raises ImageInvalidError unless it is an executable for x86-64 with memory to load."""
     try:
         machine = struct.unpack_from("<H", vmlinux, 18)[0]
-        loads = [kind for kind, _, _ in _segments(vmlinux) if kind == _PT_LOAD]
-    except struct.error as error:
+        segments = _segments(vmlinux)
+        loads = [kind for kind, _, _ in segments if kind == _PT_LOAD]
+    except (struct.error, OverflowError) as error:
         raise ImageInvalidError("the ELF kernel is cut") from error
+    if any(offset + size > len(vmlinux) for _, offset, size in segments):
+        raise ImageInvalidError("the ELF kernel is cut: not all of what it says it holds is there")
     if not vmlinux.startswith(ELF) or machine != _X86_64 or not loads:
         raise ImageInvalidError("not a kernel for x86-64")
 

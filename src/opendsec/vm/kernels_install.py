@@ -172,6 +172,9 @@ def of_wheel(path: Path) -> Found:
 
 def of_file(path: Path) -> Found:
     """A vmlinux or bzImage with everything a guest needs built in."""
+    size = path.stat().st_size
+    if size > kernel_image.MAX_VMLINUX:
+        raise ImageInvalidError(f"{path.name} has {size} bytes: no kernel has more than {kernel_image.MAX_VMLINUX}")
     content = path.read_bytes()
     return Found(vmlinux=vmlinux_of(content), source=f"the file {path.name}", prefix="file")
 

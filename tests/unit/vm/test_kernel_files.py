@@ -75,6 +75,24 @@ def test_what_is_no_kernel_is_refused(content: bytes, words: str) -> None:
         vmlinux_of(content, no_program)
 
 
+def test_a_kernel_that_is_not_all_there_is_refused() -> None:
+    """Its head is whole, so it would be installed and start nothing."""
+    made = wrapped(FLAT)
+    far = made[:32] + b"\xff" * 8 + made[40:]
+    for cut in (made[:-1], made[:4096], made[:100], far):
+        with pytest.raises(ImageInvalidError, match="is cut"):
+            kernel_image.check_vmlinux(cut)
+    with pytest.raises(ImageInvalidError, match="neither"):
+        vmlinux_of(bzimage(b"")[:0x210], no_program)
+
+
+def test_a_file_larger_than_any_kernel_is_not_read(tmp_path: Path) -> None:
+    with (tmp_path / "large").open("wb") as file:
+        file.truncate(1 << 40)
+    with pytest.raises(ImageInvalidError, match="no kernel has more"):
+        kernels_install.of_file(tmp_path / "large")
+
+
 def test_modules_say_what_they_need() -> None:
     assert needs_of(b"x\0license=GPL\0depends=virtio,virtio-ring\0y") == ("virtio", "virtio_ring")
     assert needs_of(b"x\0depends=\0y") == ()

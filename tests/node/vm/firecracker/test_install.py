@@ -63,6 +63,9 @@ def test_what_is_refused_leaves_nothing(tmp_path: Path) -> None:
     (release / "jailer").write_text("#!/bin/sh\necho Jailer v1.11.0\n")
     with pytest.raises(ImageInvalidError, match=r"firecracker is 1\.12\.1, jailer is 1\.11\.0"):
         install(state, str(release))
+    (release / "firecracker").write_text("#!/bin/sh\necho Firecracker v1.11.0\n")
+    with pytest.raises(ImageInvalidError, match=r"1\.11\.0 is not supported"):
+        install(state, str(release))
     (release / "jailer").write_text("not a program")
     with pytest.raises(HostCapabilityError, match="does not run"):
         install(state, str(release))
