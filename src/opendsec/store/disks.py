@@ -28,6 +28,19 @@ SECTOR = 512
 MAX_VIRTUAL_BYTES = 16 << 40
 """16 TiB."""
 QCOW2_MAGIC = b"QFI\xfb"
+_OTHER_FORMATS = (
+    (0, b"KDMV", "VMDK"),
+    (0, b"COWD", "VMDK"),
+    (0, b"# Disk DescriptorFile", "VMDK"),
+    (0x40, b"\x7f\x10\xda\xbe", "VDI"),
+    (0, b"vhdxfile", "VHDX"),
+    (0, b"conectix", "VHD"),
+    (0, b"QED\0", "QED"),
+    (0, b"WithoutFreeSpace", "Parallels"),
+    (0, b"WithouFreSpacExt", "Parallels"),
+    (0, b"OOOM", "COW"),
+)
+"""(offset, bytes, name) of what other programs' formats begin with. A VHD of fixed size begins as a raw disk."""
 CHECK_TIMEOUT_S = 600.0
 CHECK_CPU_S = 300
 CHECK_MEMORY_BYTES = 2 << 30
@@ -90,8 +103,18 @@ def _check_machine(machine: Machine) -> None:
 
 
 def _format_of(path: Path) -> DiskFormat:
+    """Raises ImageInvalidError for a file of a format that is neither: as a raw disk it would start nothing."""
     with path.open("rb") as file:
-        return DiskFormat.QCOW2 if file.read(4) == QCOW2_MAGIC else DiskFormat.RAW
+        head = file.read(0x44)
+    if head.startswith(QCOW2_MAGIC):
+        return DiskFormat.QCOW2
+    for at, magic, name in _OTHER_FORMATS:
+        if head[at : at + len(magic)] == magic:
+            raise ImageInvalidError(
+                f"the file is a disk in the format {name}, which is not taken",
+                remedy="`qemu-img convert -O qcow2 FILE NEW`; say --format raw if a guest is to see these very bytes",
+            )
+    return DiskFormat.RAW
 
 
 def check_raw(path: Path) -> int:

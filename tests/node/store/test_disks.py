@@ -86,6 +86,21 @@ def test_what_names_other_files_is_refused(store: ImageStore, disk: Path) -> Non
     assert not list(store.layout.staging.iterdir())
 
 
+@pytest.mark.parametrize("kind", ["vmdk", "vdi", "vhdx", "vpc", "qed", "parallels"])
+def test_a_disk_in_another_format_is_not_taken_for_a_raw_one(store: ImageStore, disk: Path, kind: str) -> None:
+    """It would start nothing, and nobody would know why."""
+    path = disk / "other"
+    subprocess.run(["qemu-img", "create", "-q", "-f", kind, str(path), "1M"], check=True)
+    with path.open("r+b") as file:
+        file.truncate(-(-path.stat().st_size // 512) * 512)
+    with pytest.raises(ImageInvalidError, match="is a disk in the format") as caught:
+        import_disk(store, DiskRequest(name="other", path=path, machine=MACHINE))
+    assert "qemu-img convert" in caught.value.remedy
+    taken = import_disk(store, DiskRequest(name="other", path=path, machine=MACHINE, format=DiskFormat.RAW))
+    assert taken.config.machine is not None
+    assert taken.config.machine.format is DiskFormat.RAW
+
+
 def _patched(path: Path, at: int, content: bytes) -> Path:
     with path.open("r+b") as file:
         file.seek(at)
