@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect, unix_connect
-from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus
+from websockets.exceptions import ConnectionClosed, InvalidHandshake, InvalidStatus, InvalidURI
 
+from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.server import sockets
 from opendsec.server.asgi import Receive, Scope, Send
@@ -41,6 +42,8 @@ async def forward_socket(
     except InvalidStatus as exc:
         body = bytes(exc.response.body or b"")
         raise codec.decode_error(body, fallback=f"edge {link.name} refused the WebSocket") from exc
+    except (InvalidURI, UnicodeDecodeError) as exc:
+        raise errors.RequestError("a WebSocket has no address like this", remedy="leave out what follows `#`") from exc
     except (OSError, TimeoutError, InvalidHandshake) as exc:
         raise link.unreachable(str(exc), sandbox_id=sandbox_id) from exc
     try:

@@ -32,8 +32,8 @@ from opendsec.wire import codec
 from opendsec.wire.contracts import MAX_JSON_BODY, VIEW_ROOT
 
 NOVNC = Path("/usr/share/novnc")
-MAX_VIEWS = 10_000
-"""Addresses that are good at once; the oldest goes first."""
+MAX_VIEWS = 64
+"""Addresses of one sandbox that are good at once; its oldest goes first, never another sandbox's."""
 _TYPES = {".js": b"text/javascript", ".css": b"text/css", ".svg": b"image/svg+xml", ".html": b"text/html"}
 _POLICY = (
     b"default-src 'none'; script-src 'self' 'unsafe-inline'; style-src 'self' 'unsafe-inline'; connect-src 'self'; "
@@ -102,8 +102,9 @@ class Views:
                 remedy="apt-get install novnc on it",
             )
         self._forget_old()
-        while len(self._good) >= MAX_VIEWS:
-            del self._good[next(iter(self._good))]
+        its_own = [token for token, good in self._good.items() if good.sandbox_id == sandbox_id]
+        for old in its_own[: max(0, len(its_own) + 1 - MAX_VIEWS)]:
+            del self._good[old]
         token = secrets.token_urlsafe(32)
         self._good[token] = _Good(sandbox_id=sandbox_id, until=time.monotonic() + request.seconds)
         sandbox.used()
@@ -150,11 +151,14 @@ class Views:
     def _file(self, name: str) -> tuple[bytes, bytes]:
         """A file of noVNC's. Links are followed (the package has some), as long as they stay inside."""
         place, _, inner = name.partition("/")
-        path = (self._novnc / inner).resolve()
-        kind = _TYPES.get(path.suffix)
-        if place != "novnc" or kind is None or not path.is_relative_to(self._novnc.resolve()) or not path.is_file():
-            raise errors.NotFoundError("no such file of the view")
-        return path.read_bytes(), kind
+        try:
+            path = (self._novnc / inner).resolve()
+            kind = _TYPES.get(path.suffix)
+            if place == "novnc" and kind is not None and path.is_relative_to(self._novnc.resolve()):
+                return path.read_bytes(), kind
+        except (OSError, ValueError):  # not there, no file, too long a name, one with a zero byte
+            pass
+        raise errors.NotFoundError("no such file of the view")
 
 
 async def _show(sandbox: Sandbox, scope: Scope, receive: Receive, send: Send) -> None:

@@ -57,7 +57,7 @@ class SerialRecord:
         left = most
         for number, start in enumerate(self._pieces):
             end = self._pieces[number + 1] if number + 1 < len(self._pieces) else self.total
-            if end <= at or not left:
+            if end <= at or end == start or not left:  # one that could not be made holds nothing, and is no file
                 continue
             skip = max(0, at - start)
             with self._path(start).open("rb") as file:

@@ -65,6 +65,8 @@ def test_an_address_shows_the_display_to_whoever_has_it(platform: Platform, mach
             address.rstrip("/"): 404,
             address + "novnc/..%2f..%2f..%2fetc/passwd": 404,
             address + "novnc/core/nothing.js": 404,
+            address + "novnc/%00.js": 404,
+            address + f"novnc/{'a' * 300}.js": 404,
             f"{platform.url}/view/{machine.id}/": 404,
             f"{platform.url}/v1/sandboxes/{machine.id}/screen": 401,
         }

@@ -37,6 +37,18 @@ def test_offsets_stay_true_while_the_beginning_is_forgotten(record: SerialRecord
     assert again.read(again.total - 4)[1] == b"more"
 
 
+def test_a_piece_that_cannot_be_made_costs_nothing_that_was_recorded(record: SerialRecord, tmp_path: Path) -> None:
+    record.append(b"12345678")
+    (tmp_path / "serial.8").mkdir()  # stands for a full disk
+    with pytest.raises(OSError, match=r"serial\.8"):
+        record.append(b"lost")
+    assert (record.total, record.read(0)) == (8, (0, b"12345678"))
+    (tmp_path / "serial.8").rmdir()
+    assert record.read(0) == (0, b"12345678")
+    record.append(b"more")
+    assert record.read(0) == (0, b"12345678more")
+
+
 def test_no_more_is_read_than_asked(record: SerialRecord) -> None:
     for _ in range(3):
         record.append(b"12345678")
