@@ -16,6 +16,7 @@ import errno
 import functools
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Protocol
 
@@ -177,12 +178,14 @@ class Engine(FnCalls):
             return await self._starting.start(group, name=name)
         mode, _, profile = group.gpu.partition(":")
         lease = self._gpus.take(GpuRequest(mode=GpuMode(mode), profile=profile), holder=name)
-        try:
-            with self._gpu_places.attached(lease) as binds:
-                return await self._starting.start(group, env=lease.env, name=name, binds=binds)
-        except BaseException:
-            self._gpus.release(name)
-            raise
+        release = functools.partial(self._gpus.release, name)
+        with ExitStack() as stack:
+            try:
+                binds = stack.enter_context(self._gpu_places.attached(lease))
+            except BaseException:
+                release()
+                raise
+            return await self._starting.start(group, env=lease.env, name=name, binds=binds, on_gone=release)
 
     async def _end(self, member: Member) -> None:
         gone = await self._starting.end(member)

@@ -11,7 +11,7 @@ import asyncio
 import logging
 import resource
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -101,17 +101,27 @@ class Starting:
         env: Mapping[str, str] | None = None,
         name: str = "",
         binds: tuple[Bind, ...] = (),
+        on_gone: Callable[[], None] = lambda: None,
     ) -> Member:
         """A container, ready for its first run. Raises StartError, CapacityError, DiskFullError, and InvalidSpecError
-        for imports the image has not; nothing is left then.
+        for imports the image has not; nothing is left then. `on_gone`: called when it could not be started, once
+        nothing of it is left; what cannot be removed is logged, and keeps its slot and whatever else it was given.
         """
         name = name or self.new_name()
-        slot = self._slots.take()
+        try:
+            slot = self._slots.take()
+        except CapacityError:
+            on_gone()
+            raise
         try:
             return await self._start(SandboxId(name), slot, group, env or {}, binds)
         except BaseException:
-            await asyncio.shield(self._forget(SandboxId(name), slot))
+            await asyncio.shield(self._undo(SandboxId(name), slot, on_gone))
             raise
+
+    async def _undo(self, name: SandboxId, slot: int, on_gone: Callable[[], None]) -> None:
+        if await self._forget(name, slot):
+            on_gone()
 
     def unlimited(self) -> tuple[str, ...]:
         """What runs are asked to keep to and this host cannot hold them to."""
