@@ -19,16 +19,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import secrets
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Changes, Handle, Parked, Running, StartPlan, Usage
 from opendsec.backends.container_policy import host_root
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.ground import Ground, network_of
+from opendsec.backends.microvm_disk import most_inodes
 from opendsec.backends.microvm_files import (
     BASE,
     PACKED,
@@ -37,7 +39,6 @@ from opendsec.backends.microvm_files import (
     SAVING,
     empty,
     fresh,
-    has_ended,
     not_open,
     place_of,
     read_kept,
@@ -75,11 +76,14 @@ from opendsec.vm.base import Place, Vm, Vmm
 from opendsec.vm.qemu_line import AGENT_SOCKET
 from opendsec.vm.upper import UpperLimits, receive_upper
 
+log = logging.getLogger(__name__)
+
 CONNECT_TIMEOUT_S = 30.0
 SETTLE_S = 0.02
 """Until the agent has seen the end of its connection; a machine saved before that only wakes more slowly."""
 RENEW_TRIES_S = (5.0, CONNECT_TIMEOUT_S)
 FREEZE_TIMEOUT_MS = 600_000
+"""Of a pack: the guest's disk stands still no longer, and what it has not sent by then is not of one moment."""
 GONE_TIMEOUT_S = 20.0
 MAX_SOCKET_PATH = 107
 """unix(7)"""
@@ -100,6 +104,14 @@ _ALWAYS = frozenset(
         Capability.PORTS,
     }
 )
+
+
+@dataclass(slots=True)
+class _Turn:
+    """One sandbox's lock, and how many hold it or wait for it: with none it is forgotten."""
+
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    users: int = 0
 
 
 class MicroVmBackend(Backend):
@@ -140,7 +152,7 @@ class MicroVmBackend(Backend):
         self._boot_id = ""
         self._vms: dict[SandboxId, Vm] = {}
         self._guests: dict[SandboxId, Guest] = {}
-        self._turns: dict[SandboxId, asyncio.Lock] = {}
+        self._turns: dict[SandboxId, _Turn] = {}
         """Held by whoever starts, ends or relies on a machine."""
 
     @property
@@ -184,10 +196,10 @@ class MicroVmBackend(Backend):
         self._machines = machines
 
     async def close(self) -> None:
-        for vm in self._vms.values():
+        while self._vms:  # a start or a stop may end meanwhile
+            _, vm = self._vms.popitem()
             await vm.release()
         await self._vmm.close()
-        self._vms.clear()
         self._guests.clear()
         if self._may_network and self._network is not None:
             await self._network.close()
@@ -297,7 +309,6 @@ class MicroVmBackend(Backend):
                 await self._remove(sandbox_id, state_dir, run_dir, slot)
         except TimeoutError as error:
             raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
-        self._turns.pop(sandbox_id, None)
 
     async def _remove(self, sandbox_id: SandboxId, state_dir: Path, run_dir: Path, slot: int) -> None:
         self._groups.kill(sandbox_id)
@@ -356,20 +367,26 @@ class MicroVmBackend(Backend):
         lower = await self._layers.acquire_soon(image)
         tree = state_of(handle) / PACKED
         async with self._turn(handle.sandbox_id):
-            was_parked = self._is_parked(handle)
+            was_parked, finished = self._is_parked(handle), False
             await asyncio.to_thread(remove_tree, tree)
             try:
                 guest = await self._awake(handle)
                 async with self._written(handle, guest, tree):
                     yield Changes(tree=tree, lower=lower)
-            except (GuestError, GuestLostError) as error:
-                raise SandboxLostError(
-                    f"the guest did not hold still: {error}", sandbox_id=handle.sandbox_id
-                ) from error
+                    finished = True
+            except (GuestError, GuestLostError, SandboxLostError) as error:
+                if finished:  # what was read is whole; the end of the sandbox is seen by itself
+                    await self._let_go(handle, str(error))
+                elif isinstance(error, SandboxLostError):
+                    raise
+                else:
+                    raise SandboxLostError(
+                        f"the guest did not hold still: {error}", sandbox_id=handle.sandbox_id
+                    ) from error
             finally:
                 await asyncio.to_thread(remove_tree, tree)
                 if was_parked:
-                    await self._park(handle)
+                    await self._park_again(handle, needed=not finished)
 
     @contextlib.asynccontextmanager
     async def _written(self, handle: Handle, guest: Guest, tree: Path) -> AsyncIterator[None]:
@@ -377,7 +394,7 @@ class MicroVmBackend(Backend):
         kept = await asyncio.to_thread(read_kept, state_of(handle))
         try:
             async with guest.frozen(timeout_ms=FREEZE_TIMEOUT_MS):
-                await receive_upper(guest.pack_upper(), tree, limits=UpperLimits(max_bytes=kept.shape.disk_mib * MIB))
+                await self._receive(handle, guest, tree, disk_bytes=kept.shape.disk_mib * MIB)
                 vm = self._vms[handle.sandbox_id]
                 await vm.pause()
                 try:
@@ -389,6 +406,28 @@ class MicroVmBackend(Backend):
                 await self._renew(handle)
             raise
         await self._renew(handle)
+
+    async def _receive(self, handle: Handle, guest: Guest, tree: Path, *, disk_bytes: int) -> None:
+        """What the guest has written, within its disk's size, and within the time the disk stands still: one that sends
+        a little now and then holds nobody up for ever.
+        """
+        limits = UpperLimits(max_bytes=disk_bytes, max_inodes=most_inodes(disk_bytes))
+        try:
+            async with asyncio.timeout(FREEZE_TIMEOUT_MS / 1000):
+                await receive_upper(guest.pack_upper(), tree, limits=limits)
+        except TimeoutError as error:
+            raise NodeError(
+                f"the guest did not send what it has written within {FREEZE_TIMEOUT_MS / 1000:g} s",
+                sandbox_id=handle.sandbox_id,
+                remedy="write less, or pack when the node is less busy",
+            ) from error
+
+    async def _let_go(self, handle: Handle, why: str) -> None:
+        """Whoever connects next renews it."""
+        log.warning("guest_lost_after_a_pack", extra={"fields": {"sandbox_id": handle.sandbox_id, "reason": why}})
+        guest = self._guests.pop(handle.sandbox_id, None)
+        if guest is not None:
+            await guest.aclose()
 
     async def _awake(self, handle: Handle) -> Guest:
         """A connection to its running agent, whatever it takes."""
@@ -424,6 +463,15 @@ class MicroVmBackend(Backend):
             raise
         saving.rename(state / PAUSED)
         await self._end(handle, vm)
+
+    async def _park_again(self, handle: Handle, *, needed: bool) -> None:
+        """After a pack; one that was lost meanwhile is no fault of a pack that is whole."""
+        try:
+            await self._park(handle)
+        except SandboxLostError as error:
+            if needed:
+                raise
+            await self._let_go(handle, str(error))
 
     async def _unpark(self, handle: Handle) -> None:
         paused = state_of(handle) / PAUSED
@@ -565,7 +613,7 @@ class MicroVmBackend(Backend):
                 await self._renew(handle, timeout_s=timeout_s)
             except GuestLostError:
                 # The agent may have taken a connection that had just begun for one that had just ended.
-                if timeout_s == RENEW_TRIES_S[-1] or has_ended(vm.pid):
+                if timeout_s == RENEW_TRIES_S[-1] or vm.ended:
                     raise
             else:
                 return guest
@@ -592,7 +640,7 @@ class MicroVmBackend(Backend):
         if handle.data["boot_id"] != self._boot_id:
             return None
         vm = self._vms.get(handle.sandbox_id)
-        if vm is not None and not has_ended(vm.pid):
+        if vm is not None and not vm.ended:
             return vm
         if vm is not None:
             await self._end(handle, vm)
@@ -624,8 +672,17 @@ class MicroVmBackend(Backend):
     async def _clear(self, plan: StartPlan) -> None:
         await self.destroy(plan.sandbox_id, None, state_dir=plan.state_dir, run_dir=plan.run_dir, slot=plan.slot)
 
-    def _turn(self, sandbox_id: SandboxId) -> asyncio.Lock:
-        return self._turns.setdefault(sandbox_id, asyncio.Lock())
+    @contextlib.asynccontextmanager
+    async def _turn(self, sandbox_id: SandboxId) -> AsyncIterator[None]:
+        turn = self._turns.setdefault(sandbox_id, _Turn())
+        turn.users += 1
+        try:
+            async with turn.lock:
+                yield
+        finally:
+            turn.users -= 1
+            if not turn.users:
+                del self._turns[sandbox_id]
 
     def _machine_slot(self, slot: int) -> int:
         """The same slot among those of all edges of this kernel."""

@@ -12,6 +12,15 @@ from opendsec.linux.process import run
 from opendsec.store.durable import disk_full_named
 
 MKFS_TIMEOUT_S = 60.0
+_BYTES_OF_AN_INODE = 4096
+"""mke2fs makes one for so many bytes at most (mke2fs.conf: small file systems; larger ones get fewer)."""
+_ROUNDED_UP = 65_536
+"""Inodes more than that, for whole groups."""
+
+
+def most_inodes(size_bytes: int) -> int:
+    """What a disk of `make_ext4` never has more of: files, directories and all else but further names of a file."""
+    return size_bytes // _BYTES_OF_AN_INODE + _ROUNDED_UP
 
 
 async def make_ext4(path: Path, *, size_bytes: int) -> None:

@@ -34,15 +34,6 @@ def place_of(handle: Handle) -> Path:
     return Path(str(handle.data["run_dir"])) / PLACE
 
 
-def has_ended(pid: int) -> bool:
-    """Also when nobody has reaped it yet."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_bytes()
-    except (FileNotFoundError, ProcessLookupError):
-        return True
-    return stat[stat.rindex(b")") + 2 :][:1] in b"ZX"
-
-
 def write_kept(directory: Path, kept: Kept) -> None:
     """Raises DiskFullError, OSError."""
     with disk_full_named(directory):

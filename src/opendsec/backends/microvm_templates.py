@@ -4,11 +4,11 @@
     <root>/<key>/disk.img   its writable disk at that moment (and data.img, a second one)
     <root>/.new-…           one that is being made; removed by the next `open`
 
-The key names everything a restored machine depends on, so a template is never wrong, only old; its bytes are on the
-disk before it has its name, for memory is believed by its size (`vm.saved`). Who starts from one
-links its files into a directory of their own: a template that is removed meanwhile costs nobody anything. Whoever asks
-first makes it and the others wait, also for its failure; one at a time boots, for that takes a processor. The least
-recently used go when there are too many, or they take too much room.
+The key names everything a restored machine depends on, so a template is never of another machine, only old. Its bytes
+are on the disk before it has its name, for memory is believed by its size (`vm.saved`): a disk that changes bits later
+is not found out. Who starts from one links its files into a directory of their own: a template that is removed
+meanwhile costs nobody anything. Whoever asks first makes it and the others wait, also for its failure; one at a time
+boots, for that takes a processor. The least recently used go when there are too many, or they take too much room.
 """
 
 from __future__ import annotations
@@ -102,7 +102,12 @@ class Templates:
         await asyncio.to_thread(self._evict, key)
 
     def _evict(self, newest: str) -> None:
-        found = sorted((path.stat().st_mtime, path.name) for path in self._root.iterdir() if path.name[0] != ".")
+        """Another may be discarded meanwhile: that fails nobody's start."""
+        found: list[tuple[float, str]] = []
+        for path in self._root.iterdir():
+            with contextlib.suppress(FileNotFoundError):
+                found += [] if path.name[0] == "." else [(path.stat().st_mtime, path.name)]
+        found.sort()
         sizes = {name: _bytes_of(self._root / name) for _, name in found}
         total = sum(sizes.values())
         left = len(found)
@@ -141,5 +146,9 @@ def _remove(root: Path, key: str) -> None:
 
 
 def _bytes_of(directory: Path) -> int:
-    """On the disk."""
-    return sum(path.stat().st_blocks * 512 for path in directory.rglob("*") if path.is_file())
+    """On the disk, as far as it is still there."""
+    total = 0
+    with contextlib.suppress(FileNotFoundError):
+        for path in directory.rglob("*"):
+            total += path.stat().st_blocks * 512 if path.is_file() else 0
+    return total

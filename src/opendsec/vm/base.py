@@ -134,6 +134,11 @@ class Vm(ABC):
     async def kill(self) -> None:
         """End the VMM at once; returns when it is gone. Idempotent."""
 
+    @property
+    @abstractmethod
+    def ended(self) -> bool:
+        """Whether the VMM is gone, whoever has its pid now."""
+
     @abstractmethod
     async def wait_ended(self) -> None:
         """Until the VMM is gone, for whatever reason."""

@@ -153,7 +153,7 @@ class FirecrackerVm(Vm):
         deadline = time.monotonic() + timeout_s
         why, wait_s = "nothing was tried", _FIRST_WAIT_S
         while (left := deadline - time.monotonic()) > 0:
-            if self._ended:
+            if self.ended:
                 raise GuestLostError(self._lost_sentence())
             try:
                 async with asyncio.timeout(left):
@@ -168,7 +168,7 @@ class FirecrackerVm(Vm):
                 why = str(error)
             await asyncio.sleep(min(wait_s, left))
             wait_s = min(wait_s * 2, _MOST_WAIT_S)
-        if self._ended:
+        if self.ended:
             raise GuestLostError(self._lost_sentence())
         raise GuestLostError(f"no guest agent within {timeout_s:g} seconds: {why}")
 
@@ -338,7 +338,7 @@ class FirecrackerVm(Vm):
             self._pidfd = -1
 
     @property
-    def _ended(self) -> bool:
+    def ended(self) -> bool:
         return self._pidfd < 0 or process.has_ended(self._pidfd)
 
     def _memory_lost(self) -> None:
@@ -364,7 +364,7 @@ class FirecrackerVm(Vm):
         if isinstance(error, ApiGoneError) and self._pidfd >= 0:
             with contextlib.suppress(TimeoutError):  # an API hangs up a moment before its process is gone
                 await process.wait_ended(self._pidfd, timeout_s=_HANG_UP_S)
-        return self._lost() if self._ended else NodeError(f"Firecracker does not do what it is asked: {error}")
+        return self._lost() if self.ended else NodeError(f"Firecracker does not do what it is asked: {error}")
 
 
 def _must_be_plain(target: Path) -> None:

@@ -18,6 +18,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shutil
 import socket
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -40,7 +41,7 @@ from opendsec.guest.channel import connect
 from opendsec.linux import process
 from opendsec.linux.libc import tsc_khz
 from opendsec.linux.process import ProcessIdentity
-from opendsec.store.durable import disk_full_named
+from opendsec.store.durable import FULL, disk_full, disk_full_named
 from opendsec.store.programs import find_program
 from opendsec.vm import guest_memory as memory_files
 from opendsec.vm.base import Accelerator, Binding, Drive, MachineSpec, Place, Vm, Vmm
@@ -282,13 +283,17 @@ class QemuVm(Vm):
                 raise NodeError(f"the machine cannot be saved: {error}") from error
             raise SandboxLostError("the VMM ended while it was being saved") from error
         except MonitorError as error:
+            if await asyncio.to_thread(_is_full, target):  # QEMU does not say why it could not write
+                raise disk_full(target) from error
             raise NodeError(f"QEMU does not save the machine: {error}") from error
         except OSError as error:
+            if error.errno in FULL:
+                raise disk_full(target) from error
             raise NodeError(f"the machine cannot be saved: {error}") from error
 
     def _must_live(self) -> None:
         """Else what was read by its pid may be somebody else's."""
-        if self._pidfd == -1 or process.has_ended(self._pidfd):
+        if self.ended:
             raise ProcessLookupError(f"QEMU (pid {self.pid}) is gone")
 
     def _describe(self, target: Path, base: str) -> None:
@@ -345,6 +350,10 @@ class QemuVm(Vm):
         except TimeoutError as error:
             raise NodeError(f"QEMU (pid {self.pid}) did not end within {GONE_TIMEOUT_S:g} s of SIGKILL") from error
         await self.release()
+
+    @property
+    def ended(self) -> bool:
+        return self._pidfd == -1 or process.has_ended(self._pidfd)
 
     async def wait_ended(self) -> None:
         if self._pidfd != -1:
@@ -447,6 +456,10 @@ async def _loaded(qmp: Monitor) -> None:
         if time.monotonic() > end:
             raise NodeError(f"QEMU has not read the saved devices within {LOAD_TIMEOUT_S:g} s")
         await asyncio.sleep(_POLL_S)
+
+
+def _is_full(directory: Path) -> bool:
+    return shutil.disk_usage(directory).free < MIB
 
 
 def _make_whole(base: Path, target: Path) -> None:

@@ -15,7 +15,7 @@ import asyncio
 import errno
 import os
 import stat
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Self
@@ -45,6 +45,8 @@ class UpperLimits:
     """Beyond these the stream is refused."""
 
     max_entries: int = 10_000_000
+    max_inodes: int = 10_000_000
+    """Of entries, those that are no further name of a file."""
     max_bytes: int = 256 << 30
     """Of content: what is written here."""
     max_file_bytes: int = 64 << 30
@@ -64,10 +66,20 @@ async def receive_upper(chunks: AsyncIterator[bytes], tree: Path, *, limits: Upp
             batch.append(chunk)
             size += len(chunk)
             if size >= _BATCH_BYTES:
-                await asyncio.to_thread(writer.feed, b"".join(batch))
+                await _to_its_end(writer.feed, b"".join(batch))
                 batch, size = [], 0
-        await asyncio.to_thread(writer.feed, b"".join(batch))
-        await asyncio.to_thread(writer.finish)
+        await _to_its_end(writer.feed, b"".join(batch))
+        await _to_its_end(writer.finish)
+
+
+async def _to_its_end(call: Callable[..., None], *given: bytes) -> None:
+    """In a thread, which is waited for also when this is cancelled: it writes to descriptors that are closed next."""
+    running = asyncio.ensure_future(asyncio.to_thread(call, *given))
+    try:
+        await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait({running})
+        raise
 
 
 @dataclass(slots=True)
@@ -88,7 +100,7 @@ class UpperWriter:
         self._reader = RawTreeReader()
         self._open: list[_Directory] = []
         self._file: tuple[int, RawEntry] | None = None
-        self._entries = 0
+        self._entries = self._inodes = 0
         self._bytes = 0
 
     def __enter__(self) -> Self:
@@ -130,8 +142,11 @@ class UpperWriter:
                 self._close_file()
             case RawEntry():
                 self._entries += 1
+                self._inodes += event.hard_link is None
                 if self._entries > self._limits.max_entries:
                     raise _bad(event.name, f"more than {self._limits.max_entries} entries")
+                if self._inodes > self._limits.max_inodes:
+                    raise _bad(event.name, f"more than {self._limits.max_inodes} files and directories")
                 try:
                     self._make(event)
                 except OSError as error:

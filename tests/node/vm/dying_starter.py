@@ -27,7 +27,7 @@ async def main(directory: Path) -> None:
             os.kill(os.getpid(), signal.SIGKILL)
         return write(fd, content)
 
-    os.write = write_or_die
+    os.write = write_or_die  # type: ignore[assignment]
     vmm = QemuVmm(state_dir=directory)
     await vmm.open()
     spec = MachineSpec(kernel=Path(), initrd=Path(), command_line="", memory_mib=128)

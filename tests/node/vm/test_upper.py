@@ -68,6 +68,8 @@ async def test_more_entries_and_bytes_than_allowed_are_refused(tmp_path: Path) -
     many = ROOT + b"".join(entry("fifo", b"%d" % number) for number in range(2000)) + END
     with pytest.raises(ImageInvalidError, match="more than 1000 entries"):
         await receive(many, tmp_path / "many", max_entries=1000)
+    with pytest.raises(ImageInvalidError, match="more than 1000 files and directories"):
+        await receive(many, tmp_path / "inodes", max_inodes=1000)
     big = ROOT + entry("file", b"f", size=5000) + piece(0, b"x" * 3000) + piece(3000, b"x" * 2000) + piece(0, b"") + END
     with pytest.raises(ImageInvalidError, match="more than 4000 bytes"):
         await receive(big, tmp_path / "big", max_bytes=4000)

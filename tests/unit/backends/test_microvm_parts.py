@@ -49,6 +49,15 @@ async def test_all_wait_for_the_one_who_makes_it(tmp_path: Path) -> None:
     assert make.count == 1
 
 
+async def test_what_is_discarded_meanwhile_fails_no_other(tmp_path: Path) -> None:
+    templates = Templates(tmp_path)
+    templates.open()
+    (tmp_path / "gone").symlink_to(tmp_path / "nowhere")  # it has a name, and no stat(2)
+    make = Maker()
+    make.go.set()
+    assert await templates.get("k", make) == tmp_path / "k"
+
+
 async def test_a_failure_is_everybodys_and_the_next_tries_again(tmp_path: Path) -> None:
     templates = Templates(tmp_path)
     templates.open()
