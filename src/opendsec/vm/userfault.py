@@ -283,12 +283,14 @@ def _take(content: bytes, fds: list[int]) -> Served:
     return Served(pidfd, socket.socket(fileno=listener), source, directory)
 
 
-def _answer(connection: socket.socket, all_served: set[Served]) -> bool:
+def _answer(connection: socket.socket, all_served: set[Served]) -> bool | None:
     """One request: {"table": …}, answered by {"pid": our own}, or {}, answered by {"machines": how many}: whether it
-    was the latter, which says that the edge closes.
+    was the latter, which says that the edge closes. None: nothing was asked.
     """
     content, fds, _, _ = socket.recv_fds(connection, 4096, MAX_FDS)
     if not fds:
+        if content != b"{}":
+            return None
         connection.send(json.dumps({"machines": len(all_served)}).encode())
         return True
     try:
@@ -323,7 +325,8 @@ def main() -> None:
             with connection:
                 connection.settimeout(HANDSHAKE_S)
                 with contextlib.suppress(OSError):  # it went away: nothing was promised to it
-                    closing = _answer(connection, all_served)
+                    said = _answer(connection, all_served)
+                    closing = closing if said is None else said
                     idle_s = 0 if closing else IDLE_S
 
 
