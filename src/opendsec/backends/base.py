@@ -166,7 +166,8 @@ class Backend(ABC):
 
         A paused one is found paused (Parked where the backend parks, unless its pause had not come that far; then, and
         after an edge that died within `changes` or `snapshot`, a backend that parks finds it running).
-        Raises GuestLostError when it lives but does not answer: try again, or stop it.
+        Raises GuestLostError when it lives but does not answer within a minute or so: try again (a new edge asks many
+        at once, and this is to hold up no other), or stop it.
         """
 
     @abstractmethod
