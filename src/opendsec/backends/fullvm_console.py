@@ -71,7 +71,9 @@ class MachineConsole(Console):
                 await self._line.write(data)
         except TimeoutError as error:
             raise NodeError(
-                f"the guest has taken nothing from its serial console for {WRITE_TIMEOUT_S:g} s", retryable=True
+                f"the guest has not taken all of it from its serial console within {WRITE_TIMEOUT_S:g} s",
+                remedy="see what it has answered before anything is written again: what was handed on may reach it yet",
+                retryable=False,
             ) from error
         except ConnectionError as error:
             raise SandboxLostError("the machine is gone") from error
