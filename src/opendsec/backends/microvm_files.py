@@ -49,9 +49,10 @@ def read_kept(directory: Path) -> Kept:
 
 
 def fresh(directory: Path) -> None:
-    """Make it anew, empty."""
+    """Make it anew, empty. Raises OSError, DiskFullError."""
     remove_tree(directory)
-    directory.mkdir(mode=0o700)
+    with disk_full_named(directory.parent):
+        directory.mkdir(mode=0o700)
 
 
 def start_error(error: OSError | GuestError | GuestLostError, sandbox_id: SandboxId) -> OpenDSecError:
