@@ -8,6 +8,7 @@ import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from opendsec.client.kinds import check_fields, is_list, is_named, is_number, must
 from opendsec.errors import InvalidSpecError
 from opendsec.model.fncall import Case, FnCallSpec, GpuRequest, TaskType
 from opendsec.model.fncall_check import check_call
@@ -134,22 +135,20 @@ class DSecFnCallArgs:
 
     def _check_kinds(self) -> None:
         """What Python would take apart, or make bytes of, is refused instead of becoming something else."""
-        for name in ("code", "language", "function", "artifact", "image"):
-            _must(isinstance(getattr(self, name), str), name, "a string")
-        for name in ("args", "imports", "fetch"):
-            _must(_is_list(getattr(self, name)), name, "a list of strings")
-            _must(all(isinstance(word, str) for word in getattr(self, name)), name, "a list of strings")
+        check_fields(
+            self,
+            texts=("code", "language", "function", "artifact", "image"),
+            whole=("memory_mb", "processes", "output_kb"),
+            lists_of_text=("args", "imports", "fetch"),
+            dicts_of_text=("env",),
+        )
         for name in ("cases", "arguments"):
-            _must(_is_list(getattr(self, name)), name, "a list")
-        for name in ("files", "env", "keywords"):
-            given = getattr(self, name)
-            _must(isinstance(given, Mapping) and all(isinstance(key, str) for key in given), name, "a dict by name")
-        _must(all(isinstance(value, str) for value in self.env.values()), "env", "a dict of strings")
-        for name in ("memory_mb", "processes", "output_kb"):
-            _must(_is_number(getattr(self, name), int), name, "a whole number")
+            must(is_list(getattr(self, name)), name, "a list")
+        for name in ("files", "keywords"):
+            must(is_named(getattr(self, name), object), name, "a dict by name")
         for name in ("cpu_time_s", "wall_time_s", "compile_time_s"):
-            _must(_is_number(getattr(self, name), (int, float)), name, "a number of seconds")
-        _must(self.gpu is None or isinstance(self.gpu, GpuRequest), "gpu", "a GpuRequest")
+            must(is_number(getattr(self, name)), name, "a number of seconds")
+        must(self.gpu is None or isinstance(self.gpu, GpuRequest), "gpu", "a GpuRequest")
 
     def _arguments(self) -> str:
         if not self.arguments and not self.keywords:
@@ -165,33 +164,19 @@ def longest_s(spec: FnCallSpec) -> float:
     return ROOM_WAIT_S + spec.compile_time_s + spec.wall_time_s * max(1, len(spec.cases))
 
 
-def _must(holds: bool, field: str, kind: str) -> None:
-    if not holds:
-        raise InvalidSpecError(f"{field}: is not {kind}", detail={"field": field})
-
-
-def _is_list(value: object) -> bool:
-    """Text and bytes are sequences, too, and never what is meant."""
-    return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))
-
-
-def _is_number(value: object, kind: type | tuple[type, ...]) -> bool:
-    return isinstance(value, kind) and not isinstance(value, bool)
-
-
 def _bytes(content: object, field: str) -> bytes:
     """`bytes(5)` would be five zeros."""
     if isinstance(content, str):
         return content.encode("utf-8", "surrogateescape")
-    _must(isinstance(content, (bytes, bytearray, memoryview)), field, "bytes or text")
+    must(isinstance(content, (bytes, bytearray, memoryview)), field, "bytes or text")
     return bytes(content)  # type: ignore[call-overload, no-any-return]
 
 
 def _case(given: object) -> Case:
     if isinstance(given, Case):
         contents: tuple[object, ...] = (given.stdin, given.expected)
-        _must(all(isinstance(content, bytes) for content in contents), "cases", "made of bytes")
-        _must(isinstance(given.name, str), "cases.name", "a string")
+        must(all(isinstance(content, bytes) for content in contents), "cases", "made of bytes")
+        must(isinstance(given.name, str), "cases.name", "a string")
         return given
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise InvalidSpecError("cases: one is neither a Case nor (stdin, expected)", detail={"field": "cases"})

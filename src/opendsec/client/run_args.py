@@ -8,8 +8,9 @@ its class, or refused by name by the platform.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
+from opendsec.client.kinds import check_fields, is_named, must
 from opendsec.errors import InvalidSpecError
 from opendsec.model.spec import BackendKind, Lifetime, Resources, SandboxSpec, check_spec
 
@@ -53,8 +54,7 @@ class DSecRunArgs:
         pids_limit: int | None = Resources().pids_limit,
         snapshot: str | None = None,
     ) -> SandboxSpec:
-        if isinstance(toolkits, str):
-            raise InvalidSpecError("toolkits: is a string, not a list of references", detail={"field": "toolkits"})
+        self._check_kinds()
         if image is None and snapshot is None:
             raise InvalidSpecError("image: is needed, or a snapshot", detail={"field": "image"})
         return check_spec(
@@ -62,7 +62,7 @@ class DSecRunArgs:
                 image=image or "",
                 workspace=workspace,
                 toolkits=None if toolkits is None else tuple(toolkits),
-                backend=backend,
+                backend=BackendKind(backend),
                 resources=Resources(
                     memory_limit_mb=self.memory_limit_mb,
                     cpu_cores_limit=self.cpu_cores_limit,
@@ -78,6 +78,27 @@ class DSecRunArgs:
                 snapshot=snapshot,
             )
         )
+
+    def _check_kinds(self) -> None:
+        """A value of another kind would be taken apart (`labels=["ab"]`), or fail without the name of its field."""
+        own = {one.name for one in fields(self)}
+        check_fields(
+            self,
+            texts=[name for name in _TEXTS if name in own],
+            whole=[name for name in _WHOLE if name in own],
+            numbers=_NUMBERS,
+            lists_of_text=own & {"toolkits"},
+            dicts_of_text=("env", "labels"),
+            may_be_none=own - {"container_image", "env", "labels"},
+        )
+        must(is_named(self.network_rules, bool), "network_rules", "a dict from a target to True or False")
+        backend = getattr(self, "backend", None)
+        must(backend in tuple(BackendKind), "backend", f"of {', '.join(BackendKind)}")
+
+
+_TEXTS = ("container_image", "image", "snapshot", "workspace", "init_user", "workdir")
+_WHOLE = ("memory_limit_mb", "disk_limit_mb", "pids_limit")
+_NUMBERS = ("cpu_cores_limit", "ttl_running_stop", "ttl_max_stop")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

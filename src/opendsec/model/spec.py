@@ -201,6 +201,8 @@ def _check_from_snapshot(spec: SandboxSpec, name: str) -> None:
 
 def check_snapshot_name(name: str, *, field_name: str = "name") -> str:
     """The name itself: 1 to 128 of a-z, A-Z, 0-9, `.`, `_` and `-`, beginning with a letter or digit."""
+    if not isinstance(name, str):
+        raise _bad(field_name, "is not a string")
     if not _SNAPSHOT_NAME.match(name):
         raise _bad(
             field_name, f"{name[:80]!r} is not 1 to 128 letters, digits, `.`, `_` or `-`, the first a letter or digit"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import pytest
 import typer
 
-from opendsec import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
+from opendsec import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs, sync
 from opendsec.cli import options
 from opendsec.errors import InvalidSpecError
+from opendsec.model.ids import SandboxId
 from opendsec.model.spec import BackendKind, Lifetime, Resources
 
 COMMON = {
@@ -96,3 +99,61 @@ def test_the_command_line_chooses_the_class() -> None:
         assert (spec.backend, spec.image, spec.resources.memory_limit_mb) == (backend, "debian", 128)
     with pytest.raises(typer.BadParameter, match="one disk image"):
         options.run_args("disk", backend=BackendKind.FULLVM, toolkits=("t",), **common)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("labels", ["ab"]),
+        ("labels", {"a": 1}),
+        ("env", None),
+        ("env", {"A": 1}),
+        ("network_rules", "x"),
+        ("network_rules", {"*": "yes"}),
+        ("memory_limit_mb", "256"),
+        ("memory_limit_mb", True),
+        ("disk_limit_mb", 1.5),
+        ("pids_limit", "1"),
+        ("cpu_cores_limit", "1"),
+        ("ttl_running_stop", "60"),
+        ("ttl_max_stop", False),
+        ("image", 5),
+        ("snapshot", 5),
+        ("workspace", 5),
+        ("toolkits", [5]),
+        ("toolkits", "tool"),
+        ("toolkits", 5),
+        ("init_user", 0),
+        ("workdir", b"/"),
+        ("backend", "cloud"),
+        ("backend", []),
+    ],
+)
+def test_a_value_of_the_wrong_kind_is_refused_by_its_name(field: str, value: object) -> None:
+    with pytest.raises(InvalidSpecError, match=f"^{field}: ") as raised:
+        DSecMicroVMRunArgs(**{"image": "i", field: value}).to_spec()  # type: ignore[arg-type]
+    assert raised.value.detail["field"] == field
+
+
+def test_a_container_needs_a_name_of_an_image() -> None:
+    for wrong in (None, 5):
+        with pytest.raises(InvalidSpecError, match=r"^container_image: is not a string"):
+            DSecContainerRunArgs(container_image=wrong).to_spec()  # type: ignore[arg-type]
+
+
+def test_so_are_those_of_a_call() -> None:
+    with contextlib.closing(sync.DSecClient("http://127.0.0.1:9", "key")) as client:  # nothing is sent
+        sandbox = sync.Sandbox(client._transport, SandboxId("sbx-local-aaaaaaaaaaaaaaaa"))
+        calls: tuple[tuple[str, Callable[[], object]], ...] = (
+            ("count", lambda: sandbox.fork("2")),  # type: ignore[arg-type]
+            ("count", lambda: sandbox.fork(True)),
+            ("labels", lambda: sandbox.fork(labels=["ab"])),  # type: ignore[arg-type]
+            ("lifetime", lambda: sandbox.fork(lifetime=60)),  # type: ignore[arg-type]
+            ("name", lambda: sandbox.snapshot(5)),  # type: ignore[arg-type]
+            ("name", lambda: client.snapshots.get(5)),  # type: ignore[arg-type]
+            ("name", lambda: client.snapshots.remove(None)),  # type: ignore[arg-type]
+            ("count", lambda: next(client.run_many(DSecContainerRunArgs(container_image="i"), "2"))),  # type: ignore[arg-type]
+        )
+        for field, call in calls:
+            with pytest.raises(InvalidSpecError, match=f"^{field}: "):
+                call()

@@ -19,6 +19,7 @@ from opendsec.client._async.snapshots import Snapshots
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
+from opendsec.client.kinds import is_number, must
 from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
@@ -246,6 +247,7 @@ class DSecClient:
         unless the key is yours: then all stay, and the same call tells about them again. Close the iterator
         (`contextlib.aclosing`) to have that done at once and not when it is collected.
         """
+        must(is_number(count, int), "count", "a whole number")
         if not 1 <= count <= MAX_BATCH:
             raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_BATCH}", detail={"field": "count"})
         check_seconds(timeout, "timeout")

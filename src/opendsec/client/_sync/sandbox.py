@@ -22,6 +22,7 @@ from opendsec.client._sync.screen import Clipboard, Screen, Serial
 from opendsec.client._sync.snapshots import OnSnapshot, forked, snapshot_saved
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
+from opendsec.client.kinds import is_named, is_number, must
 from opendsec.client.packed import PackedImage
 from opendsec.client.results import ShellResult
 from opendsec.errors import DeadlineError, InvalidSpecError, OpenDSecError, TransportError
@@ -285,6 +286,9 @@ class Sandbox:
         DiskFullError, DeadlineError, TransportError.
         """
         check_seconds(timeout, "timeout")
+        must(is_number(count, int), "count", "a whole number")
+        must(labels is None or is_named(labels, str), "labels", "a dict of strings")
+        must(lifetime is None or isinstance(lifetime, Lifetime), "lifetime", "a Lifetime")
         if not 1 <= count <= MAX_FORKS:
             raise InvalidSpecError(f"count: {count} is not between 1 and {MAX_FORKS}", detail={"field": "count"})
         request = ForkRequest(count=count, labels=None if labels is None else dict(labels), lifetime=lifetime)
