@@ -1,6 +1,6 @@
 """Snapshots of sandboxes in the store: memory, devices and disk of one moment, from which further sandboxes start.
 
-    <root>/snapshots/<project>/<name>/manifest.json    what it is of, and size and digest of every file
+    <root>/snapshots/<project>/<name>/manifest.json    what it is of, size and digest of every file; then its own digest
     <root>/snapshots/<project>/<name>/files/…          the backend's own, read in place by every node that has the store
     <root>/snapshots/<project>/<name>/users/<sandbox>  one empty file for each live sandbox that was started from it
 
@@ -16,6 +16,7 @@ Refuses links and devices among the files, and names that are no snapshot's.
 
 from __future__ import annotations
 
+import hashlib
 import stat
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, suppress
@@ -107,7 +108,7 @@ class Snapshots:
             _take(made, whole / FILES, on_progress)
             (whole / USERS).mkdir(mode=0o700)
             snapshot = replace(draft, files=self._files(whole / FILES, on_progress))
-            write_synced(whole / MANIFEST, codec.encode(snapshot))
+            write_synced(whole / MANIFEST, _sealed(codec.encode(snapshot)))
             sync_directory(whole)
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             try:
@@ -239,7 +240,7 @@ class Snapshots:
         except (FileNotFoundError, NotADirectoryError):
             raise _missing(name) from None
         try:
-            snapshot: Snapshot = msgspec.convert(codec.parse(content), Snapshot)
+            snapshot: Snapshot = msgspec.convert(codec.parse(_unsealed(content, name)), Snapshot)
         except (msgspec.MsgspecError, ValueError) as error:
             raise _damaged(name, f"its manifest cannot be read: {error}") from error
         if snapshot.version > VERSION:
@@ -328,6 +329,24 @@ def _check_kinds(directory: Path) -> None:
             raise SnapshotInvalidError(
                 f"{path.relative_to(directory)} is neither a file nor a directory, which no snapshot may hold"
             )
+
+
+def _sealed(manifest: bytes) -> bytes:
+    """With its digest in a line of its own: layers, labels and limits of a manifest are believed."""
+    return manifest + b"\n" + _digest_of(manifest)
+
+
+def _unsealed(content: bytes, name: str) -> bytes:
+    manifest, line, digest = content.partition(b"\n")
+    if not line:
+        raise _damaged(name, "its manifest cannot be read: it has no digest")
+    if digest != _digest_of(manifest):
+        raise _damaged(name, "the bytes of its manifest are not what was saved")
+    return manifest
+
+
+def _digest_of(manifest: bytes) -> bytes:
+    return f"sha256:{hashlib.sha256(manifest).hexdigest()}".encode("ascii")
 
 
 def _digest(path: Path) -> str:

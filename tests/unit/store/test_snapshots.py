@@ -160,6 +160,24 @@ def test_a_damaged_one_is_named_and_can_be_removed(
     nothing_is_left(store)
 
 
+def test_no_byte_of_a_manifest_can_change_unseen(snapshots: Snapshots, store: ImageStore, tmp_path: Path) -> None:
+    snapshots.publish(draft(), saved(tmp_path))
+    path = store.layout.snapshots / "default" / "warm" / "manifest.json"
+    good = path.read_bytes()
+    path.chmod(0o644)
+    for at in range(len(good)):
+        path.write_bytes(good[:at] + bytes([good[at] ^ 1]) + good[at + 1 :])
+        with pytest.raises(SnapshotInvalidError, match=r"'warm' is damaged.* manifest"):
+            snapshots.get("default", "warm")
+    for content in (good.partition(b"\n")[0], good + b"\n", good[:-1], b""):
+        path.write_bytes(content)
+        with pytest.raises(SnapshotInvalidError, match=r"'warm' is damaged.* manifest"):
+            snapshots.get("default", "warm")
+    assert not check(store, quick=True).sound
+    path.write_bytes(good)
+    snapshots.verify("default", "warm")
+
+
 def test_other_bytes_of_the_same_size_are_found_by_a_check(
     snapshots: Snapshots, store: ImageStore, tmp_path: Path
 ) -> None:
