@@ -19,10 +19,10 @@ HEAD = """\
 
 Written by `scripts/cli_reference.py` from the commands themselves.
 
-Exit statuses: the command's own; 124 it ran into its timeout, 125 the platform failed, 126 it could not be executed,
-127 it was not found, 130 interrupted, 141 nobody reads the output any more, 143 terminated, 1 a named sandbox, command
-or file does not exist (for `doctor`, `demo` and `image`: it failed), 2 wrong usage. With `--json` standard output holds
-JSON and nothing else, errors included.
+Exit statuses: the command's own; 124 it ran into its timeout, 125 the platform failed or refused (a sandbox, snapshot
+or image that does not exist, too), 126 it could not be executed, 127 it was not found, 130 interrupted, 141 nobody
+reads the output any more, 143 terminated, 1 a named file does not exist (for `doctor`, `demo` and `image`: it failed),
+2 wrong usage. With `--json` standard output holds JSON and nothing else, errors included.
 """
 """The page above the commands."""
 

@@ -1,15 +1,15 @@
 """Exit statuses, in one place.
 
 The command's own status comes first. What the platform adds, as shells and timeout(1) have it: 124 the command ran into
-its timeout, 125 the platform failed (nothing is known of the command), 126 it could not be executed, 127 it was not
-found, 130 interrupted, 141 nobody reads the output any more, 143 terminated. A sandbox, command or file that does not
-exist is 1, usage errors are 2.
+its timeout, 125 the platform failed or refused (nothing is known of the command, or it was not started: so also for a
+sandbox or snapshot that does not exist), 126 it could not be executed, 127 it was not found, 130 interrupted, 141
+nobody reads the output any more, 143 terminated. A file that does not exist is 1, usage errors are 2.
 """
 
 from __future__ import annotations
 
 from opendsec import ShellResult
-from opendsec.errors import ExecError, FileError, NoShellError, NotFoundError, OpenDSecError
+from opendsec.errors import ExecError, FileError, NoShellError, OpenDSecError
 from opendsec.model.command import CommandResult, EndReason
 from opendsec.model.fncall import CallStatus, FnCallResult
 
@@ -55,7 +55,7 @@ def sentence_of_call(result: FnCallResult) -> str:
 
 def of_error(error: OpenDSecError) -> int:
     """The status for an error of ours."""
-    if isinstance(error, FileError | NotFoundError):
+    if isinstance(error, FileError):
         return 1
     if isinstance(error, NoShellError):
         return NOT_FOUND

@@ -1,8 +1,10 @@
-"""`opendsec ls`, `logs` and `stop`: which sandboxes there are, what their commands wrote, and ending them."""
+"""`opendsec ls`, `logs`, `pause`, `resume` and `stop`: which sandboxes there are, what their commands wrote, holding
+them and ending them."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Awaitable, Callable
 from typing import Annotated
 
 import anyio
@@ -17,7 +19,8 @@ from opendsec.errors import OpenDSecError
 from opendsec.model.command import CommandStatus
 from opendsec.model.node import LIVE_STATES, SandboxState, SandboxStatus
 
-PARALLEL_STOPS = 32
+PARALLEL = 32
+SandboxIds = Annotated[list[str], typer.Argument(metavar="SANDBOX", help="Ids of sandboxes.")]
 
 
 def ls(
@@ -118,7 +121,31 @@ def stop(
         if everything or wanted:
             found = [item async for item in client.list(labels=wanted)]
             names += [item.sandbox_id for item in found if item.state in LIVE_STATES]
-        return await _stop_all(client, names, as_json=as_json)
+        return await _each(names, client.stop, "stopping", as_json=as_json)
+
+    with_client(main)
+
+
+def pause(sandbox_ids: SandboxIds, as_json: Json = False) -> None:
+    """Hold sandboxes: their programs stand still until they are resumed. What is paused already is no error."""
+
+    async def main(client: DSecClient) -> int:
+        async def one(name: str) -> SandboxStatus:
+            return await (await client.connect(name)).pause()
+
+        return await _each(sandbox_ids, one, "pausing", as_json=as_json)
+
+    with_client(main)
+
+
+def resume(sandbox_ids: SandboxIds, as_json: Json = False) -> None:
+    """Let paused sandboxes go on. What runs already is no error."""
+
+    async def main(client: DSecClient) -> int:
+        async def one(name: str) -> SandboxStatus:
+            return await (await client.connect(name)).resume()
+
+        return await _each(sandbox_ids, one, "resuming", as_json=as_json)
 
     with_client(main)
 
@@ -133,27 +160,28 @@ def state_of(command: CommandStatus) -> str:
     return str(command.result.end_reason) if code is None else f"{command.result.end_reason} {code}"
 
 
-async def _stop_all(client: DSecClient, names: list[str], *, as_json: bool) -> int:
-    stopped: list[SandboxStatus] = []
+async def _each(names: list[str], act: Callable[[str], Awaitable[SandboxStatus]], doing: str, *, as_json: bool) -> int:
+    """Do it to all, also when one fails; what was done is printed, then what failed."""
+    done: list[SandboxStatus] = []
     failed: list[OpenDSecError] = []
-    limit = anyio.CapacityLimiter(PARALLEL_STOPS)
+    limit = anyio.CapacityLimiter(PARALLEL)
 
     async def one(name: str) -> None:
         async with limit:
             try:
-                stopped.append(await client.stop(name))
+                done.append(await act(name))
             except OpenDSecError as error:
                 failed.append(error)
         advance(1)
 
-    with progress("stopping", len(names)) as advance:
+    with progress(doing, len(names)) as advance:
         async with anyio.create_task_group() as group:
             for name in names:
                 group.start_soon(one, name)
     if as_json:
-        print_json(stopped)
+        print_json(done)
     else:
-        for item in stopped:
+        for item in done:
             print_line(item.sandbox_id)
     for error in failed:
         print_error(error, as_json=False)

@@ -13,6 +13,8 @@ from typer.core import TyperCommand
 
 SETTINGS = {"allow_extra_args": True, "ignore_unknown_options": True, "allow_interspersed_args": False}
 """What follows the first argument is not looked at."""
+ALL_INSIDE = "opendsec.all_inside"
+"""In a context's `meta`: does -- stand right before the first argument?"""
 
 
 class PassingOn(TyperCommand):
@@ -21,6 +23,7 @@ class PassingOn(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Called with all words."""
         _, behind, _ = self.make_parser(ctx).parse_args(list(args))
+        ctx.meta[ALL_INSIDE] = args[: len(args) - len(behind)][-2:-1] == ["--"]
         return super().parse_args(ctx, options_first(list(args), behind))
 
 

@@ -10,6 +10,7 @@ import typer
 from opendsec import DSecClient, DSecRunArgs, Sandbox, ShellResult
 from opendsec.cli import exits, options
 from opendsec.cli.output import Json, note, print_json, print_line
+from opendsec.cli.passing_on import ALL_INSIDE
 from opendsec.cli.session import with_client
 from opendsec.cli.streams import relay
 from opendsec.errors import ExecError, SnapshotInvalidError
@@ -137,6 +138,11 @@ def _argv_alone(context: typer.Context, first: str) -> list[str]:
     """All the words: there is no image among them. Raises typer.BadParameter."""
     if first.startswith("-"):
         raise typer.BadParameter(f"there is no option {first}; -h shows all", param_hint="options")
+    if context.args[:1] == ["--"] and not context.meta[ALL_INSIDE]:
+        raise typer.BadParameter(
+            f"{first!r} stands before --, and a snapshot brings its image: run --snapshot NAME -- COMMAND",
+            param_hint="IMAGE",
+        )
     return [first, *context.args]
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 from opendsec.errors import CommandFailedError, CommandLostError, CommandTimeoutError
 from opendsec.model.command import CommandResult, EndReason
 
 _TAIL = 2000
+_HEAD = 120
+"""So much of each stream is in a result's repr, in characters."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class ShellResult:
     """How a command ended, and what it wrote."""
 
@@ -20,15 +22,15 @@ class ShellResult:
     """0-255, 128+n for signal n; None when it is not known. Unknown is never 0."""
     end_reason: EndReason
     """Why it ended: `exited`, `signaled`, `timeout`, `oom`, …"""
-    stdout_bytes: bytes = field(repr=False)
+    stdout_bytes: bytes
     """Exactly what was written, up to `max_output_bytes`."""
-    stderr_bytes: bytes = field(repr=False)
+    stderr_bytes: bytes
     truncated: bool
     """True when the command wrote more than was kept."""
     duration_s: float
     session_started: bool = False
     """This command was the first of a new shell of its session."""
-    details: CommandResult = field(repr=False)
+    details: CommandResult
     """Everything the platform says about the end: signal, CPU time, memory, totals."""
 
     @cached_property
@@ -40,6 +42,18 @@ class ShellResult:
     def stderr(self) -> str:
         """`stderr_bytes` as UTF-8; bytes that are none become U+FFFD."""
         return self.stderr_bytes.decode("utf-8", "replace")
+
+    def __repr__(self) -> str:
+        parts = {
+            "exit_code": repr(self.exit_code),
+            "end_reason": repr(str(self.end_reason)),
+            "stdout": _beginning(self.stdout_bytes),
+            "stderr": _beginning(self.stderr_bytes),
+            "truncated": repr(self.truncated),
+            "duration_s": repr(self.duration_s),
+            "command_id": repr(str(self.command_id)),
+        }
+        return f"ShellResult({', '.join(f'{name}={value}' for name, value in parts.items())})"
 
     @property
     def ok(self) -> bool:
@@ -64,6 +78,13 @@ class ShellResult:
         last = self.stderr.strip().rpartition("\n")[2][:200]
         text = f"the command ended with exit code {self.exit_code} ({self.end_reason})"
         raise CommandFailedError(f"{text}: {last}" if last else text, detail=detail)
+
+
+def _beginning(data: bytes) -> str:
+    """Quoted, and what is left out is said."""
+    text = data[: 4 * _HEAD].decode("utf-8", "replace")[:_HEAD]
+    more = len(data) - len(text.encode())
+    return repr(text) + (f" and {more} bytes more" if more > 0 else "")
 
 
 def shell_result(result: CommandResult, stdout: bytes, stderr: bytes) -> ShellResult:

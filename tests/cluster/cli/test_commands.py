@@ -108,7 +108,7 @@ def test_exec_and_sessions(cli: Cli, sandbox: str) -> None:
 
 def test_exec_in_a_sandbox_that_is_not_there(cli: Cli) -> None:
     done = cli("exec", "sbx-local-aaaaaaaaaaaaaaaa", "--", "true")
-    assert done.returncode == 1
+    assert done.returncode == 125
     assert b"sbx-local-aaaaaaaaaaaaaaaa" in done.stderr
 
 
@@ -173,3 +173,15 @@ def test_bench_measures_everything(cli: Cli) -> None:
 
 def test_shell_needs_a_terminal(cli: Cli) -> None:
     assert cli("shell", "debian").returncode == 2
+
+
+def test_pause_and_resume_several(cli: Cli, sandbox: str) -> None:
+    other = cli("run", "--keep", "--backend", "dummy", "debian").stdout.decode().strip()
+    held = cli("pause", sandbox, other, "sbx-local-aaaaaaaaaaaaaaaa")
+    assert (sorted(held.stdout.decode().split()), held.returncode) == (sorted([sandbox, other]), 125), held.stderr
+    assert b"sbx-local-aaaaaaaaaaaaaaaa" in held.stderr
+    assert {item["state"] for item in json.loads(cli("ls", "--json").stdout)} == {"paused"}
+    assert cli("resume", sandbox, other).returncode == 0
+    again = cli("resume", sandbox, "--json")
+    assert (again.returncode, [item["state"] for item in json.loads(again.stdout)]) == (0, ["running"])
+    assert cli("stop", other).returncode == 0

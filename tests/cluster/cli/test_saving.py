@@ -24,12 +24,18 @@ def test_a_snapshot_from_the_command_line(cli: Cli, sandbox: str) -> None:
     assert (ran.returncode, ran.stdout) == (0, b"from it"), ran.stderr
     ran = cli("run", "--snapshot", "warm", "echo", "hi")
     assert ran.stdout == b"hi\n", ran.stderr
+    ran = cli("run", "--snapshot", "warm", "--", "echo", "--", "hi")
+    assert ran.stdout == b"-- hi\n", ran.stderr
     refused = cli("run", "--snapshot", "warm", "--memory", "64", "--", "true")
     assert b"memory_limit_mb: is what it was" in refused.stderr
     assert b"made without a network" in cli("run", "--snapshot", "warm", "--network", "--", "true").stderr
-    assert b"no snapshot 'cold'" in cli("run", "--snapshot", "cold", "--", "true").stderr
+    cold = cli("run", "--snapshot", "cold", "--", "true")
+    assert (b"no snapshot 'cold'" in cold.stderr, cold.returncode) == (True, 125)
+    for words in (["debian", "--", "true"], ["--keep", "debian", "--", "true"]):
+        both = cli("run", "--snapshot", "warm", *words)
+        assert (b"a snapshot brings its image" in both.stderr, both.returncode) == (True, 2), both.stderr
     gone = cli("snapshot", "rm", "warm", "cold")
-    assert (gone.stdout, gone.returncode) == (b"warm\n", 1)
+    assert (gone.stdout, gone.returncode) == (b"warm\n", 125)
     assert b"no snapshot 'cold'" in gone.stderr
 
 

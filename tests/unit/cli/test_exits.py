@@ -46,7 +46,7 @@ def test_status_of_a_result(exit_code: int | None, reason: EndReason, status: in
         (errors.ExecError("x", detail={"errno": "ENOENT", "guest_code": "bad_cwd"}), 126),
         (errors.NoShellError("x"), 127),
         (errors.FileError("x"), 1),
-        (errors.NotFoundError("x"), 1),
+        (errors.NotFoundError("x"), 125),
         (errors.ImageNotFoundError("x"), 125),
         (errors.ConnectError("x"), 125),
     ],
