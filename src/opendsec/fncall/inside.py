@@ -41,6 +41,8 @@ ASK_KILLS = 0xFFFFFFFF
 ASK_SWEEP = 0xFFFFFFFE
 """As the number of a call: end whatever is left of the last one. A kill(-1) visits every process of the host, so it is
 done only when the host has counted too many."""
+UNPREPARED = 122
+"""Exit status of a call's process that failed before the call began: the task is then still in its file."""
 WORK = "/call/work"
 USER_ID = 65534
 DESCRIPTORS = 3
@@ -105,7 +107,7 @@ def make_encode() -> Callable[[Any], bytes]:
     return lambda value: "".join(chunks(value, 0)).encode("ascii")
 
 
-def make_life(control_fd: int) -> Callable[[array.array[int], int, int], int]:
+def make_life(control_fd: int) -> Callable[[array.array[int], int, int], int]:  # noqa: PLR0915 see below
     """The forked process's whole life, to its exit status, in one function with all it needs at hand.
 
     Every name looked up in a module, and every function called, is a page of the fork server's that has to be copied
@@ -120,30 +122,33 @@ def make_life(control_fd: int) -> Callable[[array.array[int], int, int], int]:
 
     def life(fds: array.array[int], size: int, cpu_s: int) -> int:
         task_fd, out, err = fds
-        set_signal(10, 0)  # SIGUSR1, SIG_DFL: the module above it would look names of numbers up
-        close(control_fd)
-        dup2(out, 1)
-        dup2(err, 2)
-        close(out)
-        close(err)
-        fd = open_file("/proc/self/oom_score_adj", 1)  # O_WRONLY
-        write(fd, b"1000")
-        close(fd)
-        setgroups(())
-        setresgid(USER_ID, USER_ID, USER_ID)
-        setresuid(USER_ID, USER_ID, USER_ID)
-        setsid()
-        chdir(WORK)
-        if resource is not None:
-            resource.setrlimit(0, (cpu_s, cpu_s + 1))  # RLIMIT_CPU
-        own = getpid()
-        task = scan(os.pread(task_fd, size, 0).decode(), 0)[0]
-        os.ftruncate(task_fd, 0)  # nothing of it stays in the file
-        if task["env"]:  # the rest is the fork server's own
-            os.environ.update(task["env"])  # noqa: TID251 the call's own process
-        path.insert(0, WORK)
-        if seed is not None:
-            seed()
+        try:
+            set_signal(10, 0)  # SIGUSR1, SIG_DFL: the module above it would look names of numbers up
+            close(control_fd)
+            dup2(out, 1)
+            dup2(err, 2)
+            close(out)
+            close(err)
+            fd = open_file("/proc/self/oom_score_adj", 1)  # O_WRONLY
+            write(fd, b"1000")
+            close(fd)
+            setgroups(())
+            setresgid(USER_ID, USER_ID, USER_ID)
+            setresuid(USER_ID, USER_ID, USER_ID)
+            setsid()
+            chdir(WORK)
+            if resource is not None:
+                resource.setrlimit(0, (cpu_s, cpu_s + 1))  # RLIMIT_CPU
+            own = getpid()
+            task = scan(os.pread(task_fd, size, 0).decode(), 0)[0]
+            if task["env"]:  # the rest is the fork server's own
+                os.environ.update(task["env"])  # noqa: TID251 the call's own process
+            path.insert(0, WORK)
+            if seed is not None:
+                seed()
+            os.ftruncate(task_fd, 0)  # nothing of it stays in the file
+        except BaseException as fault:  # noqa: BLE001 nothing of the code has run: it is not to blame
+            return unprepared(fault)
         try:
             value = call(task)
             while value and getpid() == own:  # a child that the function has forked returns, too: that is no answer
@@ -155,6 +160,15 @@ def make_life(control_fd: int) -> Callable[[array.array[int], int, int], int]:
         return flushed(status)
 
     return life
+
+
+def unprepared(fault: BaseException) -> int:
+    """The exit status, after saying why."""
+    try:
+        os.write(2, repr(fault)[:1000].encode("ascii", "replace"))
+    except OSError:  # nobody listens, or it never got that far: the status tells
+        pass
+    return UNPREPARED
 
 
 def print_error(code: str) -> None:
@@ -254,8 +268,10 @@ def main() -> None:
     try:
         for module in modules:
             __import__(module)
-    except BaseException:  # noqa: BLE001 whatever a module raises is told
-        control.send(json.dumps({"ok": False, "error": traceback.format_exc()[-4000:]}).encode("ascii"))
+    except BaseException as error:  # noqa: BLE001 whatever a module raises is told
+        missing = str(error.name or "")[:200] if isinstance(error, ModuleNotFoundError) else ""
+        told = {"ok": False, "missing": missing, "error": traceback.format_exc()[-4000:]}
+        control.send(json.dumps(told).encode("ascii"))
         return
     sys.argv = [""]
     warm_up()

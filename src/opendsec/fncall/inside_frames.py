@@ -13,3 +13,5 @@ ASK_KILLS: Final = 0xFFFFFFFF
 """As the number of a call: only answer how many kills there were."""
 ASK_SWEEP: Final = 0xFFFFFFFE
 """As the number of a call: end whatever is left of the last one."""
+UNPREPARED: Final = 122
+"""Exit status of a call's process that failed before the call began: the task is then still in its file."""

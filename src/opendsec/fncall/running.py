@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 
 from opendsec.errors import NodeError
+from opendsec.fncall.inside_frames import UNPREPARED
 from opendsec.fncall.member import USER, WORK, Member
 from opendsec.fncall.watch import Watch
 from opendsec.fncall.zygote import Ended
@@ -257,6 +258,7 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
         )
         if not await member.zygote.settle(ended):
             member.doubt = "an order to end a call was lost"
+        _check_begun(outcome, task, asked)
         return _with_value(outcome, task, spec)
     except GuestLostError as error:
         member.doubt = str(error)
@@ -270,6 +272,12 @@ async def run_function(member: Member, spec: FnCallSpec, *, user: int) -> tuple[
     finally:
         pipes.close()
         os.close(task)
+
+
+def _check_begun(outcome: RunOutcome, task: int, asked: bytes) -> None:
+    if outcome.exit_code == UNPREPARED and os.pread(task, len(asked) + 1, 0) == asked:
+        why = outcome.stderr.decode("utf-8", "replace")
+        raise NodeError(f"the call's process failed before the call began: {why}", retryable=True)
 
 
 def _write(fd: int, content: bytes) -> None:

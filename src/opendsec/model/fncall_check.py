@@ -23,6 +23,8 @@ MAX_ARGS = 1024
 MAX_CASES = 1000
 MAX_IMPORTS = 64
 MAX_FETCH = 64
+MAX_DEPTH = 200
+"""Of lists and dictionaries in each other in the arguments: what every Python reads."""
 MAX_SECONDS = 3600.0
 MIN_MEMORY_MB, MAX_MEMORY_MB = 16, 1024 * 1024
 MAX_OUTPUT_KB = 16 * 1024
@@ -147,10 +149,28 @@ def _check_arguments(text: str) -> None:
     _text(text, "arguments")
     try:
         value = json.loads(text, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
+    except RecursionError:
+        raise _too_deep() from None
+    except ValueError:
         raise _bad("arguments", "is not JSON") from None
+    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+        raise _too_deep()
     if not (isinstance(value, list) and len(value) == 2 and isinstance(value[0], list) and isinstance(value[1], dict)):
         raise _bad("arguments", "is not `[[positional…], {keyword…}]`")
+
+
+def _too_deep() -> InvalidSpecError:
+    return _bad("arguments", f"has more than {MAX_DEPTH} lists and dictionaries in each other")
+
+
+def _is_deeper(value: object, most: int) -> bool:
+    level = [value]
+    for _ in range(most + 1):
+        holders = [each for each in level if isinstance(each, (list, dict))]
+        level = [inner for each in holders for inner in (each.values() if isinstance(each, dict) else each)]
+        if not holders:
+            return False
+    return True
 
 
 def _no_constant(name: str) -> None:

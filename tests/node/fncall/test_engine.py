@@ -18,6 +18,7 @@ import pytest
 from tests.node.fncall.places import CGROUP, Ground, ground
 
 from opendsec.errors import CapacityError, InvalidSpecError, NodeError, NotFoundError, UnsupportedError
+from opendsec.fncall import running
 from opendsec.fncall.engine import Engine
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.fncall import CallStatus, Case, FnCallSpec, GpuRequest, TaskType, Verdict
@@ -292,6 +293,19 @@ async def test_a_host_short_of_something_gives_no_verdict(
             await engine.call(function(), project="p")
         assert caught.value.retryable
     assert (await engine.call(function(), project="p")).status is CallStatus.OK
+
+
+async def test_a_process_that_fails_before_the_code_runs_gives_no_verdict(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr(running, "_task", lambda _: b'{"env": {}')
+        with pytest.raises(NodeError, match=r"before the call began: .*Error") as caught:
+            await engine.call(function(), project="p")
+        assert caught.value.retryable
+    told = await engine.call(function("import os\ndef f():\n    os._exit(122)", "f", ""), project="p")
+    assert told.run is not None
+    assert (told.status, told.run.exit_code) == (CallStatus.RUNTIME_ERROR, 122)
 
 
 @pytest.mark.parametrize(("number", "error"), [(errno.ENOSPC, InvalidSpecError), (errno.EMFILE, NodeError)])

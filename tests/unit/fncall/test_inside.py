@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import array
 import ast
+import os
 import sys
 
 from opendsec.fncall import box, inside, inside_frames, zygote
@@ -12,6 +14,7 @@ def test_both_sides_have_the_same_frames() -> None:
     assert inside.REQUEST.format == inside_frames.REQUEST.format
     assert inside.REPLY.format == inside_frames.REPLY.format
     assert (inside.ASK_KILLS, inside.ASK_SWEEP) == (inside_frames.ASK_KILLS, inside_frames.ASK_SWEEP)
+    assert inside.UNPREPARED == inside_frames.UNPREPARED
     assert (inside.WORK, inside.USER_ID) == (box.WORK, box.USER_ID)
 
 
@@ -31,3 +34,25 @@ def test_what_a_call_makes_lies_in_new_pages() -> None:
     first_of_pool = [made for made in kept if id(made) & inside.POOL_MASK == inside.POOL_HEADER]
     assert len({made.__sizeof__() // 16 for made in first_of_pool}) >= 28
     assert len(kept) < 32 * inside.MOST_HOLES
+
+
+def test_what_fails_before_the_code_runs_is_not_the_codes_fault() -> None:
+    """Here there is no directory of a call; elsewhere it may be a limit of the host."""
+    task, (told, err) = os.memfd_create("task"), os.pipe()
+    asked = b'{"code": "", "function": "f", "arguments": [[], {}], "env": {}}'
+    os.write(task, asked)
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            spare = os.open(os.devnull, os.O_RDWR)
+            status = inside.make_life(spare)(array.array("i", (task, os.dup(1), err)), len(asked), 1)
+        finally:
+            os._exit(status)
+    os.close(err)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == inside.UNPREPARED
+    assert os.pread(task, len(asked) + 1, 0) == asked
+    assert b"Error" in os.read(told, 1000)
+    os.close(task)
+    os.close(told)
