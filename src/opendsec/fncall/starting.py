@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import resource
 import shutil
 from collections.abc import Callable, Mapping
@@ -34,6 +35,8 @@ log = logging.getLogger(__name__)
 
 START_MEMORY_MB = 4096
 """Limit while it starts and imports; each run has its own."""
+_MISSING = re.compile(r"^ModuleNotFoundError: No module named '([\w.]{1,200})'[^\n]*\s*\Z", re.MULTILINE)
+"""The end of the traceback of an import."""
 START_PROCESSES = 512
 _KILL, _SETGID, _SETUID = 5, 6, 7
 """linux/capability.h"""
@@ -197,11 +200,7 @@ class Starting:
         try:
             return await start_zygote(member.guest, member.box, imports, member.environment({}))
         except ImportFailedError as failed:
-            raise InvalidSpecError(
-                f"imports: {failed}"[:2000],
-                detail={"field": "imports"},
-                remedy="name modules that the image's python3 can import",
-            ) from failed
+            raise not_imported(str(failed), member.image.name) from failed
         except (GuestLostError, GuestError, OSError) as failed:
             raise StartError(f"the fork server did not start: {failed}") from failed
 
@@ -252,6 +251,22 @@ class Starting:
         await self._containers.destroy(
             name, None, state_dir=self._root / name / "box", run_dir=self._run / name, slot=slot
         )
+
+
+def not_imported(said: str, image: str) -> InvalidSpecError:
+    """The refusal for what a fork server said of its imports: a module that is not there by name, else all of it."""
+    missing = _MISSING.search(said)
+    if missing is None:
+        return InvalidSpecError(
+            f"imports: {said}"[:2000],
+            detail={"field": "imports"},
+            remedy="name modules that the image's python3 can import",
+        )
+    return InvalidSpecError(
+        f"imports: image {image} has no module {missing[1]}",
+        detail={"field": "imports", "module": missing[1]},
+        remedy="build an image that has it, or name modules that the image's python3 can import",
+    )
 
 
 def _let_go(member: Member) -> None:

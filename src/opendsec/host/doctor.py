@@ -82,25 +82,28 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print JSON inst
         backends = {one.backend.value: asdict(one) | {"ok": one.ok} for one in verdicts(answers)}
         print(json.dumps({"container": not broken, "backends": backends, "answers": items}))
     else:
-        _show(answers, needed, broken)
+        _show(answers, needed)
         _show_backends(verdicts(answers))
+        Console(highlight=False).print(f"\n{summary(answers, broken)}")
     raise typer.Exit(1 if broken else 0)
 
 
-def _show(answers: list[probe.Answer], needed: set[str], broken: list[str]) -> None:
+def summary(answers: Sequence[probe.Answer], broken: Sequence[str]) -> str:
+    """The last sentence, about containers: what decides the exit status, else what is lacking and costs less."""
+    if broken:
+        return f"Container sandboxes cannot run here before these are put right: {', '.join(broken)}."
+    lacking = [answer.name for answer in answers if not answer.ok]
+    extra = f" Each of these would add a feature, a backend or density: {', '.join(lacking)}." if lacking else ""
+    return f"Container sandboxes can run here.{extra}"
+
+
+def _show(answers: list[probe.Answer], needed: set[str]) -> None:
     table = Table("", "", "", box=None, pad_edge=False, show_header=False)
     for answer in answers:
         mark = "[green]yes[/]" if answer.ok else ("[red]NO[/]" if answer.name in needed else "[yellow]no[/]")
         text = escape(answer.sentence) + (f"\n→ {escape(answer.remedy)}" if answer.remedy else "")
         table.add_row(mark, escape(answer.name), text)
-    console = Console(highlight=False)
-    console.print(table)
-    if broken:
-        console.print(f"Container sandboxes cannot run here: {', '.join(broken)}.")
-        return
-    lacking = [answer.name for answer in answers if not answer.ok]
-    extra = f" Worth a look: {', '.join(lacking)}." if lacking else ""
-    console.print(f"Container sandboxes run here.{extra}")
+    Console(highlight=False).print(table)
 
 
 def _show_backends(found: Sequence[Verdict]) -> None:

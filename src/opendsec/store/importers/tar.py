@@ -148,11 +148,11 @@ def opened_archive(file: BinaryIO, *, label: str, limits: Limits, hashed: str = 
             archive = Archive(Counted(stream, limits=limits, size_bytes=size_bytes, hashed=hashed), limits=limits)
             yield archive
     except _BROKEN as error:
-        raise _damaged(label, archive, error) from error
+        raise _damaged(label, archive, error, file) from error
     except OSError as error:
         if error.errno is not None:  # The decompressors' own errors have no number.
             raise
-        raise _damaged(label, archive, error) from error
+        raise _damaged(label, archive, error, file) from error
 
 
 def position(file: BinaryIO) -> int:
@@ -160,8 +160,19 @@ def position(file: BinaryIO) -> int:
     return os.lseek(file.fileno(), 0, os.SEEK_CUR)
 
 
-def _damaged(label: str, archive: Archive | None, error: Exception) -> ImageInvalidError:
+def looks_like_disk(start: bytes) -> bool:
+    """Do a file's first 512 bytes say that it is a machine's disk: qcow2, or a boot sector?"""
+    return start.startswith(b"QFI\xfb") or start[510:512] == b"\x55\xaa"
+
+
+def _damaged(label: str, archive: Archive | None, error: Exception, file: BinaryIO) -> ImageInvalidError:
     last = archive.last if archive is not None else ""
+    if not last and looks_like_disk(os.pread(file.fileno(), 512, 0)):
+        return ImageInvalidError(
+            f"{label} is no archive: it begins as the disk of a machine does",
+            detail={"layer": label, "entry": ""},
+            remedy="import it for full VMs: `opendsec image import NAME FILE --disk`",
+        )
     where = f"after entry {last!r}" if last else "at its beginning"
     return ImageInvalidError(
         f"{label} is truncated or damaged {where}: {str(error) or 'unexpected end'}",

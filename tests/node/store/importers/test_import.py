@@ -166,6 +166,15 @@ def test_every_cut_of_an_archive_is_noticed(store: ImageStore, disk: Path, how: 
     assert list((store.root / "staging").iterdir()) == []
 
 
+@pytest.mark.parametrize("start", [bytes(446) + b"\x80" + bytes(63) + b"\x55\xaa", b"QFI\xfb" + bytes(508)])
+def test_a_disk_is_told_from_a_damaged_archive(store: ImageStore, disk: Path, start: bytes) -> None:
+    (disk / "vm.img").write_bytes(start + bytes(65536))
+    with pytest.raises(ImageInvalidError, match=r"vm\.img is no archive") as refused:
+        imported(store, "x", str(disk / "vm.img"))
+    assert "--disk" in refused.value.remedy
+    assert leftovers(store) == []
+
+
 def test_damage_in_the_middle_names_the_entry_before(store: ImageStore, disk: Path) -> None:
     content = bytearray(tar_of([file("first", b"1"), file("second", b"2"), file("third", b"3")]))
     content[content.index(b"second")] ^= 1
