@@ -5,14 +5,16 @@
     GET    /v1/snapshots                      those of the project
     DELETE /v1/snapshots?name=&force=BOOL     (right build)
 
-A line comes about every second, so no time limit on the way cuts a long save. A client that leaves a fork keeps what
-was begun: the same request with the same idempotency key names the same sandboxes.
+A line comes about every second, so no time limit on the way cuts a long save. When a client leaves a fork, what was
+started stays, and the same request with the same idempotency key names it and starts the rest; with `abandon` it ends
+what was started, and under this key nothing is started any more. That is what the SDK does when its key is its own.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+from collections import OrderedDict
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 
@@ -50,6 +52,8 @@ from opendsec.wire.contracts import (
 )
 
 FORKS_AT_ONCE = 64
+REMEMBERED = 1000
+"""Forks that were abandoned."""
 
 
 class SnapshotRoutes:
@@ -58,6 +62,7 @@ class SnapshotRoutes:
     def __init__(self, node: Node) -> None:
         self._node = node
         self._snapshotting = Snapshotting(node.origins)
+        self._abandoned: OrderedDict[SandboxId, None] = OrderedDict()  # by the first of each fork
 
     async def snapshot(self, sandbox_id: str, scope: Scope, receive: Receive, send: Send) -> None:
         """POST sandboxes/{id}/snapshot"""
@@ -95,9 +100,13 @@ class SnapshotRoutes:
         sandbox = self._node.get(sandbox_id, project=project_of(scope))
         request = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), ForkRequest)
         _check_fork(request)
-        sandbox.require(Capability.SNAPSHOT)
         edge = self._node.settings.edge
         ids = [sandbox_id_for(scope, edge, None, index=index) for index in range(request.count)]
+        if request.abandon:
+            lines = ndjson(self._abandon(sandbox.project, ids))
+            await send_stream(receive, send, lines, media_type=NDJSON_MEDIA_TYPE)
+            return
+        sandbox.require(Capability.SNAPSHOT)
         lines = ndjson(self._forked(sandbox, _spec_of(sandbox, request), ids, request_id(scope)))
         await send_stream(receive, send, lines, media_type=NDJSON_MEDIA_TYPE)
 
@@ -118,16 +127,39 @@ class SnapshotRoutes:
                 if not saving.done():  # nobody will start from it
                     sandbox.spawn(self._drop_when_saved(saving), "fork-unwanted")
             base = await saving
+        holding = None if base is None else asyncio.ensure_future(asyncio.to_thread(self._hold, base, unborn))
         try:
-            if base is not None:
-                await asyncio.to_thread(self._hold, base, unborn)
+            if holding is not None:
+                await asyncio.shield(holding)
             async for item in self._started(sandbox.project, spec, ids, base, asked_as):
                 yield item
         finally:
-            if base is not None:
-                unborn = [one for one in unborn if not self._known(one, sandbox.project)]
-                await asyncio.shield(asyncio.to_thread(self._let_go, base, unborn))
+            if base is not None and holding is not None:
+                await asyncio.shield(asyncio.ensure_future(self._end_hold(base, holding, unborn)))
         yield ForkItem(done=True)
+
+    async def _end_hold(self, base: Snapshot, holding: asyncio.Future[None], ids: list[SandboxId]) -> None:
+        """After the thread that holds it, which nothing stops: it would hold it for ever."""
+        await asyncio.wait({holding})
+        unborn = [one for one in ids if not self._known(one, base.project)]
+        await asyncio.to_thread(self._let_go, base, unborn)
+
+    async def _abandon(self, project: str, ids: list[SandboxId]) -> AsyncGenerator[ForkItem]:
+        """End what this fork has started; what goes on with it starts nothing more."""
+        self._abandoned[ids[0]] = None
+        while len(self._abandoned) > REMEMBERED:
+            self._abandoned.popitem(last=False)
+        ending = asyncio.ensure_future(self._end(project, ids))
+        while not ending.done():
+            await asyncio.wait({ending}, timeout=TELL_EVERY_S)
+            if not ending.done():
+                yield ForkItem(phase="ending")
+        await ending
+        yield ForkItem(done=True)
+
+    async def _end(self, project: str, ids: list[SandboxId]) -> None:
+        live = [self._node.get(one, project=project) for one in ids if self._known(one, project)]
+        await asyncio.gather(*(one.delete() for one in live))
 
     async def _drop_when_saved(self, saving: asyncio.Future[Snapshot]) -> None:
         with contextlib.suppress(errors.OpenDSecError):
@@ -150,6 +182,13 @@ class SnapshotRoutes:
         except errors.NotFoundError:
             return False
 
+    async def _found_or_created(
+        self, project: str, spec: SandboxSpec, sandbox_id: SandboxId, base: Snapshot | None
+    ) -> Sandbox:
+        if self._known(sandbox_id, project):
+            return self._node.get(sandbox_id, project=project)
+        return await self._node.create(spec, project=project, sandbox_id=sandbox_id, base=base)
+
     async def _started(
         self, project: str, spec: SandboxSpec, ids: list[SandboxId], base: Snapshot | None, asked_as: str
     ) -> AsyncGenerator[ForkItem]:
@@ -158,10 +197,9 @@ class SnapshotRoutes:
         async def one(index: int, sandbox_id: SandboxId) -> ForkItem:
             async with turns:
                 try:
-                    if self._known(sandbox_id, project):
-                        sandbox = self._node.get(sandbox_id, project=project)
-                    else:
-                        sandbox = await self._node.create(spec, project=project, sandbox_id=sandbox_id, base=base)
+                    if ids[0] in self._abandoned:
+                        raise errors.ConflictError("this fork was abandoned", remedy="use a new key")
+                    sandbox = await self._found_or_created(project, spec, sandbox_id, base)
                     await sandbox.wait_ready()
                     return ForkItem(index=index, status=sandbox.status())
                 except errors.OpenDSecError as exc:
@@ -181,6 +219,8 @@ class SnapshotRoutes:
                 task.cancel()
             if starting:
                 await asyncio.wait(starting)
+            if ids[0] in self._abandoned:  # one may have been admitted since
+                await asyncio.shield(asyncio.ensure_future(self._end(project, ids)))
 
 
 def _check_fork(request: ForkRequest) -> None:

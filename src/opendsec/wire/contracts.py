@@ -311,6 +311,8 @@ class ForkRequest:
     """None: the source's."""
     lifetime: Lifetime | None = None
     """None: the source's."""
+    abandon: bool = False
+    """End what the fork of this Idempotency-Key has started, and start nothing under it any more."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -143,11 +143,25 @@ async def test_a_fork_that_is_not_there_in_time_leaves_none(road: Road, monkeypa
                 await anyio.sleep(0.01)
 
 
-async def test_a_fork_nobody_waits_for_any_more_is_ended(road: Road) -> None:
+async def test_a_fork_nobody_waits_for_any_more_is_ended(road: Road, monkeypatch: pytest.MonkeyPatch) -> None:
     async with road.client() as client, client.container(ARGS) as source:
-        with anyio.move_on_after(0.005):
-            await source.fork(20)
-        node = road.nodes["a"]
+        node, saves = road.nodes["a"], []
+        backend = road.backends["a"]
+        save = backend.snapshot
+
+        async def saving(*args: object) -> None:
+            saves.append(args)
+            await save(*args)  # type: ignore[arg-type]
+
+        monkeypatch.setattr(backend, "snapshot", saving)
+        forking = asyncio.ensure_future(source.fork(20))
+        with anyio.fail_after(10):
+            while len(node.all(project=None)) < 2:
+                await asyncio.sleep(0)
+        forking.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await forking
+        assert len(saves) == 1, "nothing is saved once more for what nobody wants"
         with anyio.fail_after(10):
             while [one for one in node.all(project=None) if one.live and one.sandbox_id != source.id]:
                 await anyio.sleep(0.01)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -405,3 +406,48 @@ async def test_a_base_nobody_waits_for_goes_when_it_is_saved(tmp_path: Path) -> 
         forks, saving = tmp_path / "state" / "forks" / "default", tmp_path / "state" / "saving"
         await until(lambda: forks.is_dir() and not list(forks.iterdir()) and not list(saving.iterdir()))
         assert [one.sandbox_id for one in node.all(project=None)] == [source.sandbox_id]
+
+
+async def test_a_fork_left_while_its_base_is_being_held_keeps_no_base(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that holds it goes on when its waiter is cancelled."""
+    held, go = threading.Event(), threading.Event()
+    async with node_of(tmp_path, DummyBackend()) as node:
+        source = await created(node, dummy_spec(lifetime=FOREVER))
+        routes = SnapshotRoutes(node)
+        hold = routes._hold
+
+        def slow(*args: Any) -> None:
+            held.set()
+            go.wait(10)
+            hold(*args)
+
+        monkeypatch.setattr(routes, "_hold", slow)
+        telling = routes._forked(source, source.spec, [new_sandbox_id("local")], "r")
+        asked = asyncio.ensure_future(anext(telling))
+        await asyncio.to_thread(held.wait, 10)
+        asked.cancel()
+        await asyncio.sleep(0.01)
+        go.set()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        forks = tmp_path / "state" / "forks" / "default"
+        await until(lambda: not list(forks.iterdir()))
+
+
+async def test_an_abandoned_fork_ends_what_it_started_and_starts_no_more(tmp_path: Path) -> None:
+    async with node_of(tmp_path, DummyBackend()) as node:
+        source = await created(node, dummy_spec(lifetime=FOREVER))
+        routes = SnapshotRoutes(node)
+        ids = [new_sandbox_id("local") for _ in range(3)]
+        telling = routes._forked(source, source.spec, ids, "r")
+        async for item in telling:
+            if item.status is not None:
+                break
+        assert (await anext(routes._abandon(source.project, ids))).done
+        await telling.aclose()
+        again = [item async for item in routes._forked(source, source.spec, ids, "r")]
+        assert [(item.error or {})["code"] for item in again if not (item.phase or item.done)] == ["conflict"] * 3
+        assert [one.sandbox_id for one in node.all(project=None) if one.live] == [source.sandbox_id]
+        assert not list((tmp_path / "state" / "forks" / "default").iterdir())

@@ -8,6 +8,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from enum import Enum
 
 from opendsec.client._async.commands import Commands
@@ -312,14 +313,12 @@ class Sandbox:
         return made
 
     async def _take_back(self, request: ForkRequest, key: str) -> None:
-        """Whoever asked has gone: asked again, the platform names what it started under this key."""
+        """Whoever asked has gone: the platform ends what it started under this key, and starts nothing more."""
         async with async_last_words(STOP_TIMEOUT_S):
             try:
                 deadline = self._transport.deadline(STOP_TIMEOUT_S)
-                found = await forked(self._transport, self._target("fork"), request, key=key, deadline=deadline)
-                for one in found.values():
-                    if not isinstance(one, OpenDSecError):
-                        await Sandbox(self._transport, one.sandbox_id).stop(timeout=STOP_TIMEOUT_S)
+                abandon = replace(request, abandon=True)
+                await forked(self._transport, self._target("fork"), abandon, key=key, deadline=deadline)
             except OpenDSecError:  # the platform is away: their idle time ends them
                 return
 

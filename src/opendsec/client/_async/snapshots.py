@@ -138,7 +138,7 @@ async def _ask_fork(
             elif item.error is not None:
                 found[item.index] = codec.decode_error(codec.encode({"error": item.error}))
             elif item.done:
-                if len(found) < request.count:
+                if len(found) < request.count and not request.abandon:
                     raise ProtocolError(f"the answer told of {len(found)} of {request.count} sandboxes")
                 await body.finish()
                 return found

@@ -139,7 +139,7 @@ def _ask_fork(
             elif item.error is not None:
                 found[item.index] = codec.decode_error(codec.encode({"error": item.error}))
             elif item.done:
-                if len(found) < request.count:
+                if len(found) < request.count and not request.abandon:
                     raise ProtocolError(f"the answer told of {len(found)} of {request.count} sandboxes")
                 body.finish()
                 return found
