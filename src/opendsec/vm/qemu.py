@@ -280,6 +280,8 @@ class QemuVm(Vm):
             await asyncio.to_thread(self._describe, target, str(base) if refers else "")
         except (FileNotFoundError, ProcessLookupError) as error:
             if self._pidfd != -1 and not await _ends_soon(self._pidfd):
+                if record.restored and not base.exists():
+                    raise _base_gone(base) from error
                 raise NodeError(f"the machine cannot be saved: {error}") from error
             raise SandboxLostError("the VMM ended while it was being saved") from error
         except MonitorError as error:
@@ -468,6 +470,15 @@ def _make_whole(base: Path, target: Path) -> None:
     memory_files.apply_pages(target, memory)
     for name in (memory_files.PAGES, memory_files.INDEX):
         (target / name).unlink()
+
+
+def _base_gone(base: Path) -> SnapshotInvalidError:
+    """Nothing brings the file back, so nobody is told to try again."""
+    return SnapshotInvalidError(
+        "the machine runs on, and can neither be saved nor paused: the memory it was started from was removed",
+        detail={"path": str(base)},
+        remedy="its snapshot was removed by force: take what you need out of the sandbox, and stop it",
+    )
 
 
 def _write_layers_disk(spec: MachineSpec, directory: Path) -> None:

@@ -21,7 +21,7 @@ from opendsec.backends.microvm import MicroVmBackend
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
 from opendsec.backends.microvm_templates import MACHINE
-from opendsec.errors import DiskFullError, NodeError, OpenDSecError, SandboxLostError, SnapshotInvalidError, StartError
+from opendsec.errors import DiskFullError, OpenDSecError, SandboxLostError, SnapshotInvalidError, StartError
 from opendsec.linux import process
 from opendsec.linux.disk import make_disk, remove_disk
 from opendsec.model.spec import Resources
@@ -215,8 +215,9 @@ async def test_a_base_that_was_removed_under_it_is_no_end_of_a_machine(place: Pl
     async with place.sandbox() as box:
         base = box.plan.state_dir / "base/memory"
         base.rename(base.with_name("away"))
-        with pytest.raises(NodeError, match="cannot be saved"):
+        with pytest.raises(SnapshotInvalidError, match="memory it was started from was removed") as caught:
             await box.backend.pause(box.running.handle)
+        assert not caught.value.retryable
         await again(box)
         assert (await box.run("echo alive")).stdout == b"alive\n"
         base.with_name("away").rename(base)
