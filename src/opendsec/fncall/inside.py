@@ -180,12 +180,16 @@ def print_error(code: str) -> None:
 
 
 def flushed(status: int) -> int:
-    """What is printed is printed, or the call has failed."""
+    """What is printed is printed, or the call has failed. Code may have put None there, which prints nothing, or
+    anything else."""
     for stream in (sys.stdout, sys.stderr):
         try:
-            stream.flush()
-        except (OSError, ValueError):
+            if stream is not None:
+                stream.flush()
+        except BaseException as fault:  # noqa: BLE001 see above
             status = status or 1
+            if not isinstance(fault, (OSError, ValueError)):
+                traceback.print_exc(file=sys.__stderr__)
     return status
 
 
@@ -268,10 +272,8 @@ def main() -> None:
     try:
         for module in modules:
             __import__(module)
-    except BaseException as error:  # noqa: BLE001 whatever a module raises is told
-        missing = str(error.name or "")[:200] if isinstance(error, ModuleNotFoundError) else ""
-        told = {"ok": False, "missing": missing, "error": traceback.format_exc()[-4000:]}
-        control.send(json.dumps(told).encode("ascii"))
+    except BaseException:  # noqa: BLE001 whatever a module raises is told
+        control.send(json.dumps({"ok": False, "error": traceback.format_exc()[-4000:]}).encode("ascii"))
         return
     sys.argv = [""]
     warm_up()

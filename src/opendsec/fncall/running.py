@@ -319,10 +319,15 @@ def _with_value(outcome: RunOutcome, task: int, spec: FnCallSpec) -> tuple[RunOu
         return _changed(outcome, CallStatus.OUTPUT_LIMIT), None
     try:
         text = os.pread(task, size, 0).decode("utf-8")
-        json.loads(text)
+        json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):  # it ended itself before it returned anything, or wrote something of its own
         return _changed(outcome, CallStatus.RUNTIME_ERROR), None
     return outcome, text
+
+
+def _no_constant(name: str) -> None:
+    """NaN and Infinity, which Python would read, are in no JSON: what has them is not what the fork server writes."""
+    raise ValueError(f"{name} is not JSON")
 
 
 def _changed(outcome: RunOutcome, status: CallStatus) -> RunOutcome:

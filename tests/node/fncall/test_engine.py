@@ -236,6 +236,30 @@ async def test_a_full_queue_is_told(place: Ground) -> None:
         assert {(await first).status, (await second).status} == {CallStatus.OK}
 
 
+@pytest.mark.parametrize("value", ["[5]", "NaN", "[1, -Infinity]", '{"a": Infinity}'])
+async def test_a_value_that_is_not_json_is_none(engine: Engine, value: str) -> None:
+    """The code can write into its own answer; Python would read these, and a client in another language could not."""
+    code = (
+        "import os\ndef f():\n    for fd in range(3, 64):\n        try:\n"
+        "            name = os.readlink(f'/proc/self/fd/{fd}')\n        except OSError:\n            continue\n"
+        "        if 'memfd:task' in name:\n"
+        f"            os.pwrite(fd, {value.encode()!r}, 0)\n            os._exit(0)\n"
+    )
+    result = await engine.call(function(code, "f", "[[], {}]"), project="p")
+    believed = (CallStatus.OK, value) if value == "[5]" else (CallStatus.RUNTIME_ERROR, None)
+    assert (result.status, result.value) == believed
+
+
+async def test_streams_the_code_has_replaced(engine: Engine) -> None:
+    code = "import sys\ndef f(what):\n    sys.stdout = what\n    return 7\n"
+    nothing = await engine.call(function(code, "f", "[[null], {}]"), project="p")
+    assert (nothing.status, nothing.value) == (CallStatus.OK, "7")
+    other = await engine.call(function(code, "f", "[[5], {}]"), project="p")
+    assert other.status is CallStatus.RUNTIME_ERROR
+    assert other.run is not None
+    assert b"AttributeError: 'int' object has no attribute 'flush'" in other.run.stderr
+
+
 # ── lives of containers ─────────────────────────────────────────────────────────────────────────────────────────────
 
 
