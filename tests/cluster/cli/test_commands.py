@@ -185,3 +185,9 @@ def test_pause_and_resume_several(cli: Cli, sandbox: str) -> None:
     again = cli("resume", sandbox, "--json")
     assert (again.returncode, [item["state"] for item in json.loads(again.stdout)]) == (0, ["running"])
     assert cli("stop", other).returncode == 0
+
+
+def test_ls_shows_the_memory_in_use(cli: Cli, sandbox: str) -> None:
+    assert cli("exec", "--session", "s", sandbox, "--", "pwd").returncode == 0
+    head, row = cli("ls").stdout.decode().splitlines()
+    assert row[head.index("MEMORY") :].split()[0] not in ("-", ""), row
