@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import msgspec
@@ -25,7 +26,7 @@ from opendsec.apiserver.placement import call_may_go_elsewhere, order_for_calls,
 from opendsec.model.fncall_check import edge_of_artifact
 from opendsec.wire import codec
 from opendsec.wire.calls import join_batch, split_batch
-from opendsec.wire.contracts import HEADER_TIMEOUT, FnCallItem
+from opendsec.wire.contracts import FNCALL_SILENCE_S, FNCALL_TELL_EVERY_S, HEADER_TIMEOUT, FnCallItem
 
 Deliver = Callable[[bytes], Awaitable[None]]
 """Hands NDJSON lines to the client."""
@@ -176,10 +177,14 @@ class Calls:
                 self._edge_of(pinned[index])
             except errors.NotFoundError as exc:
                 await run.fail(index, exc)
-        async with asyncio.TaskGroup() as group:
-            for _ in range(LANES):
-                for name in names:
-                    group.create_task(self._lane(run, self._edges.links[name]))
+        over = asyncio.Event()
+        async with asyncio.TaskGroup() as telling:
+            telling.create_task(_tell(deliver, over))
+            async with asyncio.TaskGroup() as group:
+                for _ in range(LANES):
+                    for name in names:
+                        group.create_task(self._lane(run, self._edges.links[name]))
+            over.set()
         await deliver(codec.encode(FnCallItem(done=True)) + b"\n")
 
     async def _lane(self, run: _Run, link: EdgeLink) -> None:
@@ -246,10 +251,11 @@ class Calls:
         self._under_way[link.name] += len(indexes)
         try:
             connection.begin(b"".join((head, b"content-length: %d\r\n\r\n" % len(body), body)), whole=True)
-            await _check_good(link, connection)
+            async with _silence(FNCALL_SILENCE_S):
+                await _check_good(link, connection)
             asked = frozenset(indexes)
             rest: list[bytes] = []  # of a line that is not whole; it may be some MiB
-            async for chunk in connection.chunks():
+            async for chunk in _not_silent(connection):
                 rest += (chunk, connection.at_hand())
                 if b"\n" in rest[-2] or b"\n" in rest[-1]:
                     lines = b"".join(rest).split(b"\n")
@@ -276,8 +282,38 @@ class Calls:
             await run.deliver(b"".join(told))
 
 
+async def _tell(deliver: Deliver, over: asyncio.Event) -> None:
+    """Whoever waits for the batch hears that it goes on."""
+    while not over.is_set():
+        try:
+            async with asyncio.timeout(FNCALL_TELL_EVERY_S):
+                await over.wait()
+        except TimeoutError:
+            await deliver(codec.encode(FnCallItem()) + b"\n")
+
+
+@asynccontextmanager
+async def _silence(seconds: float) -> AsyncIterator[None]:
+    """An edge that says nothing for so long is lost. Raises ConnectionLostError."""
+    try:
+        async with asyncio.timeout(seconds):
+            yield
+    except TimeoutError:
+        raise ConnectionLostError(f"it said nothing for {seconds:g} s", started=True) from None
+
+
+async def _not_silent(connection: EdgeConnection) -> AsyncGenerator[bytes]:
+    chunks = aiter(connection.chunks())
+    while True:
+        async with _silence(FNCALL_SILENCE_S):
+            chunk = await anext(chunks, None)
+        if chunk is None:
+            return
+        yield chunk
+
+
 def _index_of(line: bytes) -> int:
-    """-1 for the last line of an answer. Raises ProtocolError."""
+    """-1 for the last line of an answer, and for one that only says the edge is there. Raises ProtocolError."""
     number, comma, _ = line[len(_INDEX) :].partition(b",")
     if not line.startswith(_INDEX) or not comma or not (number.isdigit() or number == b"-1"):
         raise errors.ProtocolError(f"a line of an edge's answer makes no sense: {line[:80]!r}")

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Coroutine, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from opendsec import errors
 from opendsec.edge.requests import DEFAULT_PROJECT, project_of, timeout_of
@@ -22,6 +23,7 @@ from opendsec.server.streams import send_stream, while_connected
 from opendsec.wire import codec
 from opendsec.wire.calls import split_batch
 from opendsec.wire.contracts import (
+    FNCALL_TELL_EVERY_S,
     HEADER_TIMEOUT,
     MAX_CALLS_BODY,
     MAX_JSON_BODY,
@@ -114,7 +116,11 @@ class FnCallRoutes:
             tasks = [group.create_task(run()) for _ in range(min(AT_ONCE, left))]
             try:
                 while left:
-                    gathered = [await lines.get()]
+                    first = await _within_s(lines.get(), FNCALL_TELL_EVERY_S)
+                    if first is None:
+                        yield codec.encode(FnCallItem()) + b"\n"
+                        continue
+                    gathered = [first]
                     while not lines.empty():
                         gathered.append(lines.get_nowait())
                     left -= len(gathered)
@@ -151,6 +157,14 @@ class FnCallRoutes:
                     raise
             await asyncio.sleep(pause)
             pause = min(pause * 2, _LONGEST_PAUSE_S)
+
+
+async def _within_s(waiting: Coroutine[Any, Any, tuple[bytes, int]], seconds: float) -> tuple[bytes, int] | None:
+    try:
+        async with asyncio.timeout(seconds):
+            return await waiting
+    except TimeoutError:
+        return None
 
 
 def most_written(spec: FnCallSpec) -> int:

@@ -172,9 +172,16 @@ class FnCallBatch:
     """Set by the apiserver only: what the answer calls each of them; (): 0, 1, 2, …"""
 
 
+FNCALL_TELL_EVERY_S = 10.0
+"""A line comes so often while no call of a batch ends."""
+FNCALL_SILENCE_S = 60.0
+"""A batch's answer that says nothing for so long comes from nobody any more."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FnCallItem:
-    """One line of a batch's answer: exactly one of result and error. The last line has `done` and neither.
+    """One line of a batch's answer: exactly one of result and error. The last line has `done` and neither, and so has
+    a line without `done` that comes while nothing ends (index -1): it says that somebody is there.
 
     `index` and `result` come first in the line, in this order: the apiserver passes lines on without decoding them.
     """

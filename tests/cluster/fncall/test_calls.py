@@ -12,6 +12,9 @@ import pytest
 from tests.cluster.apiserver.conftest import client_for
 from tests.cluster.fncall.conftest import Platform, Start
 
+from opendsec.apiserver import calls
+from opendsec.edge import fncall_routes
+
 pytestmark = pytest.mark.anyio
 
 
@@ -236,3 +239,24 @@ async def test_an_edge_that_stays_away_is_told_for_every_call(start: Start) -> N
             answer = await client.post("/v1/fncall-batches", json={"calls": [sh("true")] * 3}, timeout=10)
             told = [json.loads(line) for line in answer.text.splitlines()]
             assert [line["error"]["code"] for line in told[:-1]] == ["connect"] * 3
+
+
+async def test_silence_is_a_lost_edge_and_one_that_has_nothing_to_tell_is_not_silent(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(calls, "FNCALL_SILENCE_S", 1.0)
+    for module in (calls, fncall_routes):
+        monkeypatch.setattr(module, "FNCALL_TELL_EVERY_S", 0.1)
+    body = json.dumps({"calls": [sh("sleep 2")]})
+    async with start("a", patience_s=0.5) as platform:
+        answer = await platform.client.post("/v1/fncall-batches", content=body)
+        *told, result, done = [json.loads(line) for line in answer.text.splitlines()]
+        assert (result["index"], result["result"]["status"], done["done"]) == (0, "ok", True)
+        assert len(told) >= 2
+        assert {(line["index"], line["done"]) for line in told} == {(-1, False)}
+        assert platform.engines["a"].begun == 1
+        monkeypatch.setattr(fncall_routes, "FNCALL_TELL_EVERY_S", 100.0)
+        answer = await platform.client.post("/v1/fncall-batches", content=body)
+        *_, result, done = [json.loads(line) for line in answer.text.splitlines()]
+        assert (result["index"], result["error"]["code"]) == (0, "transport")
+        assert "said nothing for 1 s" in json.dumps(result["error"])

@@ -17,7 +17,7 @@ from opendsec.errors import DeadlineError, OpenDSecError, ProtocolError, Transpo
 from opendsec.model.fncall import MAX_CALLS, FnCallResult
 from opendsec.wire import codec
 from opendsec.wire.calls import join_batch
-from opendsec.wire.contracts import HEADER_TIMEOUT, FnCallItem
+from opendsec.wire.contracts import FNCALL_SILENCE_S, HEADER_TIMEOUT, FnCallItem
 
 REQUEST_BYTES = 32 * 1024 * 1024
 """Calls go out in requests of about this size, half of what the platform takes."""
@@ -85,23 +85,26 @@ def _told(transport: Transport, calls: Sequence[tuple[int, bytes]], deadline: fl
 
 def _ask(transport: Transport, calls: Sequence[tuple[int, bytes]], deadline: float) -> Generator[Outcome, None, None]:
     left_s = max(0.001, deadline - time.monotonic())
+    silence_s = min(left_s, FNCALL_SILENCE_S)
     body = transport.open(
         "POST",
         target("fncall-batches"),
         content=join_batch([encoded for _, encoded in calls], ()),
         headers={HEADER_TIMEOUT: f"{left_s:.3f}"},
         deadline=deadline,
-        silence_s=left_s,
+        silence_s=silence_s,
     )
     told = 0
     try:
-        for line in read_lines(body, deadline=deadline, silence_s=left_s, most=MAX_ANSWER_BYTES):
+        for line in read_lines(body, deadline=deadline, silence_s=silence_s, most=MAX_ANSWER_BYTES):
             item = decode_answer(line, FnCallItem, body.request_id)
             if item.done:
                 if told < len(calls):
                     raise ProtocolError(f"the answer ended after {told} of {len(calls)} calls")
                 body.finish()
                 return
+            if item.index == -1 and item.result is None and item.error is None:  # somebody is there
+                continue
             told += 1
             yield _outcome(item, calls)
         raise TransportError("the answer to the calls was cut")
