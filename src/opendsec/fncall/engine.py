@@ -15,10 +15,10 @@ import asyncio
 import errno
 import functools
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from opendsec.backends.container import ContainerBackend
 from opendsec.errors import (
@@ -32,6 +32,7 @@ from opendsec.errors import (
 from opendsec.fncall import languages
 from opendsec.fncall.artifacts import Artifact, Artifacts, key_of
 from opendsec.fncall.base import FnCalls
+from opendsec.fncall.box import Box
 from opendsec.fncall.gpu import GpuDesk
 from opendsec.fncall.gpu_places import GpuPlaces
 from opendsec.fncall.judging import verdict_of
@@ -57,6 +58,7 @@ from opendsec.model.fncall_check import CASE_OUTPUT_BYTES, MAX_CALL_BYTES
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport
 
+T = TypeVar("T")
 IMAGE_FRESH_S = 2.0
 """What a name of an image means is looked up again after so long."""
 IMAGES_KNOWN = 256
@@ -64,6 +66,8 @@ IMAGES_KNOWN = 256
 FETCH_BYTES = MAX_CALL_BYTES
 """Of all files a call fetches, together."""
 MAX_ARTIFACT_BYTES = 256 * 1024 * 1024
+FEW_TO_WRITE, FEW_BYTES = 16, 64 * 1024
+"""So many files and bytes are put there on the event loop; more take a thread, and so does all reading."""
 
 
 class Images(Protocol):
@@ -215,9 +219,9 @@ class Engine(FnCalls):
         return replace(result, queued_s=queued_s)
 
     async def _function(self, spec: FnCallSpec, member: Member) -> FnCallResult:
-        _prepare(member, spec.files)
+        await _prepare(member, spec.files)
         run, value = await run_function(member, spec, user=self._starting.user_of(member))
-        files = _fetched(member, spec)
+        files = await _fetched(member, spec)
         await member.empty()
         return FnCallResult(status=run.status, run=run, value=value, files=files)
 
@@ -265,7 +269,7 @@ class Engine(FnCalls):
     async def _compile(
         self, spec: FnCallSpec, member: Member, language: Language, key: str
     ) -> tuple[Artifact | None, RunOutcome]:
-        _prepare(member, {**spec.files, language.file: spec.code.encode()})
+        await _prepare(member, {**spec.files, language.file: spec.code.encode()})
         limits = replace(spec, memory_mb=max(spec.memory_mb, COMPILE_MEMORY_MB), processes=max(spec.processes, 128))
         outcome = await run_program(
             member,
@@ -287,20 +291,15 @@ class Engine(FnCalls):
         return built, outcome
 
     async def _kept(self, spec: FnCallSpec, member: Member, language: Language, key: str) -> Artifact | None:
-        files: dict[str, bytes] = {}
-        room = MAX_ARTIFACT_BYTES
-        for path in member.box.find(language.keep):
-            try:
-                content = member.box.read(path, room)
-            except ValueError:  # a part of a program would be another program
-                raise InvalidSpecError(
-                    f"code: what was compiled has more than {MAX_ARTIFACT_BYTES} bytes",
-                    detail={"field": "code"},
-                    remedy="make it smaller, or compile it in a sandbox",
-                ) from None
-            if content is not None:
-                files[path] = content
-                room -= len(content)
+        box = member.box
+        try:
+            files = await _in_thread(lambda: _read(box, box.find(language.keep), MAX_ARTIFACT_BYTES))
+        except ValueError:  # a part of a program would be another program
+            raise InvalidSpecError(
+                f"code: what was compiled has more than {MAX_ARTIFACT_BYTES} bytes",
+                detail={"field": "code"},
+                remedy="make it smaller, or compile it in a sandbox",
+            ) from None
         if not files:
             return None
         artifact = Artifact(
@@ -328,7 +327,7 @@ class Engine(FnCalls):
         run = functools.partial(_run_once, spec, member, language, files, built)
         if spec.task_type is not TaskType.JUDGE:
             outcome = await run(spec.stdin)
-            fetched = _fetched(member, spec)
+            fetched = await _fetched(member, spec)
             await member.empty()
             return FnCallResult(status=outcome.status, compile=compiled, run=outcome, files=fetched)
         cases = []
@@ -357,7 +356,7 @@ async def _run_once(
     built: Artifact | None,
     stdin: bytes,
 ) -> RunOutcome:
-    _prepare(member, files, programs=() if built is None else tuple(built.files))
+    await _prepare(member, files, programs=() if built is None else tuple(built.files))
     return await run_program(
         member,
         spec,
@@ -371,9 +370,33 @@ async def _run_once(
     )
 
 
-def _prepare(member: Member, files: Mapping[str, bytes], *, programs: tuple[str, ...] = ()) -> None:
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Whoever is cancelled waits for the thread all the same: it uses the container's descriptors."""
+    working = asyncio.ensure_future(asyncio.to_thread(work))
     try:
-        member.box.prepare(files, programs=programs)
+        return await asyncio.shield(working)
+    finally:
+        await asyncio.wait({working})
+
+
+def _read(box: Box, paths: Iterable[str], room: int) -> dict[str, bytes]:
+    """Those that are there. Blocking. Raises ValueError when they have more than `room` bytes together."""
+    found: dict[str, bytes] = {}
+    for path in paths:
+        content = box.read(path, room)
+        if content is not None:
+            found[path] = content
+            room -= len(content)
+    return found
+
+
+async def _prepare(member: Member, files: Mapping[str, bytes], *, programs: tuple[str, ...] = ()) -> None:
+    prepare = functools.partial(member.box.prepare, files, programs=programs)
+    try:
+        if len(files) > FEW_TO_WRITE or sum(len(content) for content in files.values()) > FEW_BYTES:
+            await _in_thread(prepare)
+        else:
+            prepare()
     except OSError as error:
         member.doubt = f"files could not be put there: {error}"
         if error.errno not in _OF_THE_FILES:
@@ -403,17 +426,12 @@ def _judged(case: Case, outcome: RunOutcome) -> CaseOutcome:
     return CaseOutcome(name=case.name, verdict=verdict, run=cut)
 
 
-def _fetched(member: Member, spec: FnCallSpec) -> dict[str, bytes]:
-    found: dict[str, bytes] = {}
-    room = FETCH_BYTES
-    for path in spec.fetch:
-        try:
-            content = member.box.read(path, room)
-        except ValueError as error:
-            raise InvalidSpecError(
-                f"fetch: {error}", detail={"field": "fetch"}, remedy="fetch less, or use a sandbox"
-            ) from error
-        if content is not None:
-            found[path] = content
-            room -= len(content)
-    return found
+async def _fetched(member: Member, spec: FnCallSpec) -> dict[str, bytes]:
+    if not spec.fetch:
+        return {}
+    try:
+        return await _in_thread(functools.partial(_read, member.box, spec.fetch, FETCH_BYTES))
+    except ValueError as error:
+        raise InvalidSpecError(
+            f"fetch: {error}", detail={"field": "fetch"}, remedy="fetch less, or use a sandbox"
+        ) from error

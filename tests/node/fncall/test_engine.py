@@ -10,6 +10,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.node.fncall.places import CGROUP, Ground, ground
 
 from opendsec.errors import CapacityError, InvalidSpecError, NodeError, NotFoundError, UnsupportedError
 from opendsec.fncall import running
+from opendsec.fncall.box import Box
 from opendsec.fncall.engine import Engine
 from opendsec.linux.cgroup import choose_driver, find_mounts
 from opendsec.model.fncall import CallStatus, Case, FnCallSpec, GpuRequest, TaskType, Verdict
@@ -145,6 +147,22 @@ print(sys.argv[1:])
     assert result.files == {"out/a": b"\x00\xff\x00\xff"}
     assert result.run is not None
     assert result.run.stdout == b"['one', 'two words']\n"
+
+
+async def test_what_is_long_is_read_and_written_in_a_thread(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    threads = []
+    for name in ("read", "prepare"):
+        real = getattr(Box, name)
+
+        def noted(self: Box, *args: Any, real: Any = real, **fields: Any) -> Any:
+            threads.append((real.__name__, threading.current_thread() is threading.main_thread()))
+            return real(self, *args, **fields)
+
+        monkeypatch.setattr(Box, name, noted)
+    spec = FnCallSpec(code="open('y', 'w').write('z')", files={"x": bytes(100_000)}, fetch=("x", "y"))
+    result = await engine.call(spec, project="p")
+    assert result.files == {"x": bytes(100_000), "y": b"z"}
+    assert set(threads) == {("read", False), ("prepare", False)}
 
 
 async def test_a_fetched_link_leads_nowhere(engine: Engine) -> None:
