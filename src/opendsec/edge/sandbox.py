@@ -50,6 +50,8 @@ RECONNECT_PAUSE_S = 0.5
 REACH_S = 900.0
 """How long one that a new edge found alive may keep silent: whole systems boot in that time, emulated."""
 REACH_PAUSE_S = 2.0
+AT_ONCE_S = 5.0
+"""Who ends a connection so soon after it was made is not slow: RECONNECT_TRIES of them, and the guest is lost."""
 RECONNECT_WINDOW_S = 10.0
 """More reconnects within this window mean that the guest cannot be talked to."""
 _IN_BETWEEN = frozenset({SandboxState.CREATING, SandboxState.PAUSING, SandboxState.RESUMING})
@@ -607,15 +609,19 @@ class Sandbox:
 
     async def _reach(self, handle: Handle) -> None:
         until = time.monotonic() + REACH_S
+        wrong = 0
         async with self._reconnecting:
             while lifecycle.connection_wanted(self.life, parks=self.backend.parks):
-                then = self.life
+                then, begun = self.life, time.monotonic()
                 try:
                     if await self._reached(handle):
                         return
                 except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
                     log.warning("not_reached", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
-                    if time.monotonic() > until and self.life.pauses == then.pauses and not is_our_own_want(exc):
+                    if isinstance(exc, GuestLostError) and time.monotonic() < begun + AT_ONCE_S:
+                        wrong += 1
+                    too_late = wrong >= RECONNECT_TRIES or time.monotonic() > until
+                    if too_late and self.life.pauses == then.pauses and not is_our_own_want(exc):
                         detail = f"it did not answer the restarted edge: {exc}"
                         self.apply(lifecycle.Perished(time.monotonic(), SandboxEnd.GUEST_LOST, detail))
                         return

@@ -18,11 +18,12 @@ OPENDSEC = (sys.executable, "-m", "opendsec.main")
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables under which the command line finds a running platform that has this machine's images."""
+    """Variables under which the command line finds a running platform that has this machine's images and guest kernels."""
     state = STATE_DIR.parent / f"opendsec-{NAME}-{os.getpid()}"
     run = tmp_path_factory.mktemp("run")
     state.mkdir()
-    (state / "store").symlink_to(STATE_DIR / "store")
+    for name in ("store", "kernels"):
+        (state / name).symlink_to(STATE_DIR / name)
     variables = os.environ | {
         "OPENDSEC_STATE_DIR": str(state),
         "OPENDSEC_RUN_DIR": str(run),

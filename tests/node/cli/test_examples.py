@@ -36,7 +36,7 @@ def python(platform: dict[str, str], folder: Path, program: str, *arguments: str
 def test_a_page_that_is_one_program(platform: dict[str, str], tmp_path: Path, page: str, output: str) -> None:
     (tmp_path / "project/build").mkdir(parents=True)
     (tmp_path / "project/build/result").write_text("done")
-    (program,) = blocks(page)
+    program = blocks(page)[0]
     done = python(platform, tmp_path, program)
     assert (done.returncode, done.stdout) == (0, output), done.stderr
     assert page != "docs/howto/files.md" or (tmp_path / "build/result").read_text() == "done"
@@ -81,6 +81,7 @@ import opendsec
 async def main():
     names = {name: getattr(opendsec, name) for name in opendsec.__all__}
     args = names["args"] = opendsec.DSecContainerRunArgs(container_image="debian")
+    names |= {"programs": ["print(1)", "raise SystemExit(1)"], "reward": {}}
     async with opendsec.DSecClient() as client:
         for number, block in enumerate(ast.literal_eval(sys.argv[1])):
             async with client.container(args) as sandbox:
@@ -99,6 +100,8 @@ asyncio.run(main())
 """Each block with `client`, `args`, and a fresh `sandbox` and `process`."""
 
 
+@pytest.mark.qemu
+@pytest.mark.vmkernel
 def test_every_block_of_the_sdk_reference(platform: dict[str, str], tmp_path: Path) -> None:
     (tmp_path / "project").mkdir()
     (tmp_path / "project/a").write_text("a")
@@ -107,6 +110,11 @@ def test_every_block_of_the_sdk_reference(platform: dict[str, str], tmp_path: Pa
     done = python(platform, tmp_path, _ASYNC_BLOCKS, repr(found))
     assert done.returncode == 0, done.stderr
     assert "b'out\\n'" in done.stdout
+
+
+def test_the_readmes_call(platform: dict[str, str], tmp_path: Path) -> None:
+    done = python(platform, tmp_path, _ASYNC_BLOCKS, repr(blocks("README.md")[1:]))
+    assert (done.returncode, done.stdout) == (0, "ok 144\n\n"), done.stderr
 
 
 def test_the_readmes_command(platform: dict[str, str]) -> None:
