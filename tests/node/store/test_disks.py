@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import struct
 import subprocess
 from dataclasses import replace
@@ -51,7 +52,11 @@ def test_a_qcow2_disk_and_a_raw_one_become_images(store: ImageStore, disk: Path)
     assert kept.config.machine == replace(MACHINE, virtual_bytes=64 << 20)
     blob = store.blob_path(kept.layers[0].digest)
     assert blob.read_bytes() == raw.read_bytes()
-    assert blob.stat().st_blocks * 512 < 1 << 20
+    with (store.layout.root / "holes").open("wb") as file:
+        file.truncate(64 << 20)
+        shows_holes = os.fstat(file.fileno()).st_blocks == 0  # not every shared file system does
+    Path(file.name).unlink()
+    assert not shows_holes or blob.stat().st_blocks * 512 < 1 << 20
     assert store.compose("r").config == kept.config
     with pytest.raises(ConflictError, match="exists with other content"):
         import_disk(store, DiskRequest(name="r", path=disk / "q.qcow2", machine=MACHINE))
