@@ -18,7 +18,7 @@ OPENDSEC = (sys.executable, "-m", "opendsec.main")
 
 @pytest.fixture(scope="module")
 def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Variables under which the command line finds a running platform that has this machine's images and guest kernels."""
+    """Variables under which the command line finds a running platform with this machine's images and kernels."""
     state = STATE_DIR.parent / f"opendsec-{NAME}-{os.getpid()}"
     run = tmp_path_factory.mktemp("run")
     state.mkdir()
