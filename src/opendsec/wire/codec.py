@@ -162,6 +162,14 @@ def decode_error(data: bytes | memoryview, *, fallback: str = "") -> errors.Open
         return errors.ProtocolError(f"the server answered with something that is not an OpenDSec error: {text}")
 
 
+def received_error(fields: Mapping[str, object]) -> errors.OpenDSecError:
+    """`error_from_fields` of what another process sent within an answer; ProtocolError for what is no error of ours."""
+    try:
+        return error_from_fields(dict(fields))
+    except (KeyError, TypeError, ValueError):
+        return errors.ProtocolError("the server answered with something that is not an OpenDSec error")
+
+
 def error_from_fields(fields: dict[str, Any]) -> errors.OpenDSecError:
     """Wire fields → exception. An unknown code becomes OpenDSecError with the code kept in `detail`."""
     code = str(fields["code"])

@@ -78,4 +78,4 @@ def _outcome(item: BatchItem, count: int) -> Outcome:
         raise ProtocolError(f"a line of the batch answer makes no sense: index {item.index} of {count}")
     if item.status is not None:
         return item.index, item.status
-    return item.index, codec.decode_error(codec.encode({"error": item.error}))
+    return item.index, codec.received_error(item.error or {})

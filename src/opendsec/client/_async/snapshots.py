@@ -6,10 +6,11 @@ import time
 from collections.abc import Callable
 
 from opendsec.client._async.lines import read_lines
+from opendsec.client._async.long_answers import last_line
 from opendsec.client._async.transport import Transport, decode_answer, target
 from opendsec.client.concurrency import async_pause
 from opendsec.client.retrying import may_repeat
-from opendsec.errors import DeadlineError, NotFoundError, OpenDSecError, ProtocolError, TransportError
+from opendsec.errors import NotFoundError, OpenDSecError, ProtocolError, TransportError
 from opendsec.model.node import SandboxStatus
 from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import check_snapshot_name
@@ -62,49 +63,12 @@ async def snapshot_saved(
     deadline: float | None,
     on_progress: OnSnapshot | None,
 ) -> SnapshotResult:
-    """The result. A cut answer is asked for again with the same key, which finds the same snapshot."""
-    failures = 0
-    first_failure: float | None = None
-    while True:
-        try:
-            return await _ask(transport, where, request, key=key, deadline=deadline, on_progress=on_progress)
-        except OpenDSecError as error:
-            now = time.monotonic()
-            delay = transport.delay_s(failures)
-            first_failure = now if first_failure is None else first_failure
-            if not may_repeat(error, idempotent=True) or now + delay > first_failure + transport.patience_s():
-                raise
-            if deadline is not None and now + delay > deadline:
-                raise DeadlineError("the snapshot was not ready at the deadline; it may still end well") from error
-        failures += 1
-        await async_pause(delay)
-
-
-async def _ask(
-    transport: Transport,
-    where: str,
-    request: SnapshotRequest,
-    *,
-    key: str,
-    deadline: float | None,
-    on_progress: OnSnapshot | None,
-) -> SnapshotResult:
-    body = await transport.open(
-        "POST", where, content=codec.encode(request), headers={HEADER_IDEMPOTENCY: key}, deadline=deadline
+    """The result; see `last_line`."""
+    last = await last_line(
+        transport, where, request, SnapshotEvent, what="snapshot", key=key, deadline=deadline, on_progress=on_progress
     )
-    try:
-        async for line in read_lines(body, deadline=deadline):
-            event = decode_answer(line, SnapshotEvent, body.request_id)
-            if event.error is not None:
-                raise codec.decode_error(codec.encode({"error": event.error}))
-            if event.result is not None:
-                await body.finish()
-                return event.result
-            if on_progress is not None:
-                on_progress(event)
-        raise TransportError("the snapshot's answer was cut", request_id=body.request_id)
-    finally:
-        await body.aclose()
+    assert last.result is not None
+    return last.result
 
 
 async def forked(
@@ -136,7 +100,7 @@ async def _ask_fork(
             if item.status is not None:
                 found[item.index] = item.status
             elif item.error is not None:
-                found[item.index] = codec.decode_error(codec.encode({"error": item.error}))
+                found[item.index] = codec.received_error(item.error)
             elif item.done:
                 if len(found) < request.count and not request.abandon:
                     raise ProtocolError(f"the answer told of {len(found)} of {request.count} sandboxes")

@@ -118,4 +118,4 @@ def _outcome(item: FnCallItem, calls: Sequence[tuple[int, bytes]]) -> Outcome:
     index = calls[item.index][0]
     if item.result is not None:
         return index, item.result
-    return index, codec.error_from_fields(dict(item.error or {}))
+    return index, codec.received_error(item.error or {})
