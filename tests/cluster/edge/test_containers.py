@@ -77,7 +77,7 @@ async def test_timeout_ends_the_whole_tree_and_says_so(shared_containers: EdgePr
 async def test_background_child_does_not_hold_the_command(shared_containers: EdgeProcess) -> None:
     edge = shared_containers
     sandbox_id = await edge.create(image="busybox")
-    done = await asyncio.wait_for(edge.run(sandbox_id, "sleep 1000 & echo tail; exit 4"), 5)
+    done = await asyncio.wait_for(edge.run(sandbox_id, "sleep 1000 & echo tail; exit 4"), 30)
     assert done.result is not None
     assert (bytes(done.stdout), done.result["exit_code"]) == (b"tail\n", 4)
 
@@ -127,7 +127,7 @@ async def test_flood_with_the_client_gone_is_capped_and_blocks_nobody(shared_con
     sandbox_id = await edge.create(image="busybox")
     flood = await edge.begin(sandbox_id, "yes", max_output_bytes=1_000_000)
     for _ in range(20):
-        quick = await asyncio.wait_for(edge.run(sandbox_id, "echo quick"), 5)
+        quick = await asyncio.wait_for(edge.run(sandbox_id, "echo quick"), 30)
         assert bytes(quick.stdout) == b"quick\n"
     with open(f"/proc/{edge.pid}/status", encoding="ascii") as status:
         resident_kib = next(int(line.split()[1]) for line in status if line.startswith("VmRSS"))

@@ -100,7 +100,7 @@ async def test_slow_reader_blocks_nobody(edge: EdgeProcess) -> None:
     )
     slow = await edge.client.send(request, stream=True)
     try:
-        quick = await asyncio.wait_for(edge.run(sandbox_id, "echo quick"), 5)
+        quick = await asyncio.wait_for(edge.run(sandbox_id, "echo quick"), 30)
         assert bytes(quick.stdout) == b"quick\n"
         async with asyncio.timeout(20):
             while (await edge.client.get(f"/v1/sandboxes/{sandbox_id}/commands/cmd-1")).json()["running"]:

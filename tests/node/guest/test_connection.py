@@ -173,7 +173,7 @@ async def test_frames_of_unknown_types_are_refused_by_name(agent: Agent) -> None
 async def test_a_host_that_acknowledges_what_it_never_got_is_cut(shell: Shell) -> None:
     await shell.channel.start(1000, StartCommand(argv=("sleep", "10"), env=ENV))
     shell.channel.ack(1000, 1 << 40, 0)
-    await asyncio.wait_for(shell.channel.wait_closed(), 5)
+    await asyncio.wait_for(shell.channel.wait_closed(), 30)
 
 
 async def test_mutated_conversations_never_hurt_the_agent(agent: Agent) -> None:
@@ -250,7 +250,7 @@ async def test_a_serial_port_with_rubbish_before_hello_and_a_second_host(make_ag
     loop.add_reader(master, from_port)
     loop.add_reader(near.fileno(), to_port)
     host.setblocking(False)
-    channel = await greet(host, 5)
+    channel = await greet(host, 30)
     assert (await Shell(channel).run("echo over serial")).stdout == b"over serial\n"
     await channel.ping()
     second, near2 = socket.socketpair()
@@ -263,7 +263,7 @@ async def test_a_serial_port_with_rubbish_before_hello_and_a_second_host(make_ag
     os.write(master, pack_frame(protocol.START, 9, bytes(50))[:40])  # an old host's last words, cut
     await asyncio.sleep(1.3)
     second.setblocking(False)
-    channel = await greet(second, 5)
+    channel = await greet(second, 30)
     assert (await Shell(channel, 100).run("echo again")).stdout == b"again\n"
     loop.remove_reader(master)
     loop.remove_reader(near.fileno())

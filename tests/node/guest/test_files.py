@@ -268,7 +268,7 @@ async def test_watching(channel: Channel, place: Path) -> None:
     seen: list[tuple[str, str]] = []
 
     async def wait_for(kind: str, name: str) -> None:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             while (kind, f"{place}/{name}") not in seen:
                 seen.append(await anext(events))
 

@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.ma
 
 async def read_until(channel: Channel, command_id: int, text: bytes) -> bytes:
     seen = b""
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         async for event in channel.events(command_id):
             if isinstance(event, Output):
                 assert event.stream == 1
@@ -137,7 +137,7 @@ async def test_dials_end_with_the_connection(shell: Shell, agent: Agent) -> None
     stream = await shell.channel.dial(server.sockets[0].getsockname()[1])
     del stream
     await shell.channel.aclose()
-    await asyncio.wait_for(gone.wait(), 5)
+    await asyncio.wait_for(gone.wait(), 30)
     server.close()
     await server.wait_closed()
     await asyncio.to_thread(until, lambda: agent.process.poll() is None, "the agent")

@@ -79,7 +79,7 @@ async def output(sandbox: Sandbox, command: Command, *, stderr: bool = False, of
     return bytes(found)
 
 
-async def until(condition: Callable[[], bool], *, seconds: float = 5.0) -> None:
+async def until(condition: Callable[[], bool], *, seconds: float = 30.0) -> None:
     """Wait for a condition, not for a time."""
     async with asyncio.timeout(seconds):
         while not condition():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import errno
 import threading
-import time
 from collections.abc import Sequence
 
 import pytest
@@ -87,10 +86,8 @@ async def test_a_thousand_at_once_cost_two_lookups() -> None:
     images = Moving()
     images.go.set()
     lookup = ImageLookup(images)
-    begun = time.monotonic()
     await asyncio.gather(*(lookup.find(SandboxSpec(image="x")) for _ in range(1000)))
     assert images.asked <= 2
-    assert time.monotonic() - begun < 5
 
 
 async def test_a_store_that_hangs_takes_no_threads_of_others() -> None:

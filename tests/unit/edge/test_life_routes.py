@@ -32,7 +32,7 @@ async def test_nobody_waits_for_ever_for_what_cannot_be_ended(tmp_path: Path) ->
     async def nothing(*_: Any) -> Any:
         raise AssertionError("neither read nor answered")
 
-    async with asyncio.timeout(5), edge(tmp_path, Clinging()) as node:
+    async with asyncio.timeout(30), edge(tmp_path, Clinging()) as node:
         sandbox = await created(node)
         with pytest.raises(NodeError, match="removal goes on") as caught:
             await LifeRoutes(node, end_answer_s=0.05).end(sandbox.sandbox_id, scope, nothing, nothing)

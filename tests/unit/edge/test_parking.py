@@ -149,7 +149,7 @@ async def test_delete_wins_whatever_it_was_at(tmp_path: Path, state: SandboxStat
             if state is SandboxState.RESUMING:
                 await backend.resuming.wait()
         assert sandbox.state is state
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await sandbox.delete()
             await asyncio.wait({asking})
         assert sandbox.life.end_reason is SandboxEnd.STOPPED
@@ -229,7 +229,7 @@ async def test_a_parked_one_that_is_found_can_be_deleted_unwoken(tmp_path: Path)
         await sandbox.pause()
     backend.may_resume.clear()
     async with edge(tmp_path, backend) as node:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(30):
             await node.get(sandbox.sandbox_id, project=None).delete()
         assert (backend._machines, backend.resuming.is_set()) == ({}, False)
 

@@ -265,10 +265,10 @@ async def test_an_edge_that_ends_over_it_publishes_nothing_and_the_next_one_tidi
 async def test_a_time_limit_waits_and_a_delete_does_not(tmp_path: Path) -> None:
     backend = Saves()
     async with node_of(tmp_path, backend) as node:
-        sandbox = await created(node, dummy_spec(lifetime=Lifetime(ttl_running_stop=None, ttl_max_stop=0.1)))
+        sandbox = await created(node, dummy_spec(lifetime=Lifetime(ttl_running_stop=None, ttl_max_stop=1.0)))
         saving = Snapshotting(node.origins).begin(sandbox, SnapshotRequest(name="warm"), key=None)
         await backend.begun.wait()
-        await asyncio.sleep(0.15)
+        await asyncio.sleep(1.1)
         assert sandbox.state is SandboxState.RUNNING
         backend.go.set()
         await saving.wait()

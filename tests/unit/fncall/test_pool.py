@@ -155,7 +155,7 @@ async def test_whoever_leaves_the_queue_takes_nothing_along(make: Callable[..., 
 async def test_idle_ones_end(make: Callable[..., tuple[Pools, Containers]]) -> None:
     pools, containers = make(idle_s=0.01)
     await use(pools, A)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30):
         while containers.live:
             await asyncio.sleep(0.005)
     assert pools.members() == {}

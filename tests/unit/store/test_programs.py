@@ -38,12 +38,10 @@ def test_long_output_keeps_only_its_end() -> None:
 
 def test_a_time_out_ends_the_descendants_too(tmp_path: Path) -> None:
     script = f"sleep 60 & echo $! > {tmp_path}/pid; sleep 60"
-    started = time.monotonic()
     with pytest.raises(NodeError, match="sh did not end in time"):
         run_program(["/bin/sh", "-c", script], timeout_s=0.15)
-    assert time.monotonic() - started < 5
     pid = int((tmp_path / "pid").read_text())
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while _lives(pid):
         assert time.monotonic() < deadline
 

@@ -119,7 +119,7 @@ def test_the_heart_beats_and_a_failed_beat_ends_nothing(tmp_path: Path) -> None:
     file.touch()
     os.utime(file, (1e9, 1e9))
     with beating(file, every_s=0.01):
-        until = time.monotonic() + 5
+        until = time.monotonic() + 30
         while file.stat().st_mtime == 1e9:
             assert time.monotonic() < until
             time.sleep(0.005)

@@ -105,16 +105,22 @@ def test_a_store_that_hangs_costs_the_time_limit_and_no_other_blob(tmp_path: Pat
 
     def fault(name: str, _offset: int, content: bytes) -> bytes:
         if name.endswith(slow.digest[7:]):
-            release.wait(10)
+            release.wait(60)
         return content
 
-    with readers(tmp_path, FaultyFiles(CONTENT, OTHER, fault=fault), CONTENT, OTHER, patience_s=1.0) as (hung, well):
-        begun = time.monotonic()
+    files = FaultyFiles(CONTENT, OTHER, fault=fault)
+    with readers(tmp_path / "patient", files, CONTENT, OTHER, patience_s=60.0) as (hung, well):
         waiting = [asked(hung, number * CHUNK_BYTES, 10) for number in range(40)]
         assert asked(well, 0, len(OTHER)).wait().content == OTHER
-        assert time.monotonic() - begun < 0.8
+        assert not any(answer.complete.is_set() for answer in waiting)
+        release.set()
+        assert None not in all_of(waiting)
+    release.clear()
+    with readers(tmp_path / "short", files, CONTENT, patience_s=1.0) as (hung,):
+        begun = time.monotonic()
+        waiting = [asked(hung, number * CHUNK_BYTES, 10) for number in range(40)]
         assert {answer.wait().error for answer in waiting} == {errno.EIO}
-        assert 0.9 < time.monotonic() - begun < 2.5
+        assert time.monotonic() - begun > 0.9
         assert hung.failures == 40
         assert hung._active <= DEMAND_PER_BLOB
         release.set()
@@ -204,13 +210,13 @@ def test_who_waited_behind_a_read_that_failed_does_not_wait_anew(tmp_path: Path)
     hold = threading.Event()
 
     def fault(_name: str, _offset: int, content: bytes) -> bytes:
-        hold.wait(10)
+        hold.wait(60)
         return content
 
     with readers(tmp_path, FaultyFiles(CONTENT, fault=fault), CONTENT, patience_s=1.0) as (reader,):
         begun = time.monotonic()
         assert [asked(reader, 10, 100).wait().error for _ in range(20)] == [errno.EIO] * 20
-        assert time.monotonic() - begun < 2.0
+        assert time.monotonic() - begun < 19.0, "one by one they would have waited for 20"
         hold.set()
         time.sleep(GIVEN_UP_S)
         assert asked(reader, 10, 100).wait().content == CONTENT[10:110]
