@@ -140,9 +140,10 @@ class Backend(ABC):
 
     @abstractmethod
     async def open(self) -> None:
-        """Probe and prepare (templates, helper processes). Called once before anything else.
+        """Probe and prepare (templates, helper processes). Called before anything else; again only after it has failed.
 
-        Raises HostCapabilityError with the remedy; nothing is left of it then, nor when it is cancelled.
+        Raises HostCapabilityError with the remedy; nothing is left of it then, nor when it is cancelled: what was
+        missing may be there when it is called next.
         """
 
     @abstractmethod

@@ -78,7 +78,8 @@ class NoCalls(FnCalls):
     async def call(self, spec: FnCallSpec, *, project: str) -> FnCallResult:
         del spec, project
         raise errors.BackendUnavailableError(
-            f"this edge carries out no calls: {self._reason}", remedy="see `opendsec doctor`"
+            f"this edge carries out no calls: {self._reason}",
+            remedy="see `opendsec doctor`; what is put right counts from the next `opendsec up -d --restart` on",
         )
 
 

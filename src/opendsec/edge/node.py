@@ -212,6 +212,10 @@ class Node:
         """One that works here. Raises UnsupportedError (this edge was not given one), BackendUnavailableError."""
         return await self._offered.usable(kind)
 
+    async def look_again(self) -> None:
+        """Open the backends that did not work before; `report` says what has come of it."""
+        await self._offered.look_again()
+
     def report(self) -> NodeReport:
         """How this edge is."""
         reasons = list(admission.refusals(self._facts, self.settings.limits, live=self._live, creating=self._creating))

@@ -62,6 +62,7 @@ def edge_app(
             pause_sandbox,
             resume_sandbox,
             report_node,
+            look_again,
         ],
         title="OpenDSec edge",
         version=version,
@@ -280,6 +281,17 @@ async def resume_sandbox(request: _Asked, sandbox_id: FromPath[str]) -> SandboxS
 @get("/v1/node", summary="How this edge is")
 async def report_node(request: _Asked) -> NodeReport:
     """Load, backends, and why it takes no more if it does not."""
+    return _report(request)
+
+
+@post("/v1/node/backends", status_code=200, summary="Look again at backends that do not work")
+async def look_again(request: _Asked) -> NodeReport:
+    """For something was put right. Answered when each works or is known not to."""
+    await _node(request).look_again()
+    return _report(request)
+
+
+def _report(request: _Asked) -> NodeReport:
     report = _node(request).report()
     engine: FnCalls | None = request.app.state.fncalls
     if engine is None:

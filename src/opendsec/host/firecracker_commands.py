@@ -9,12 +9,20 @@ import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line
 from opendsec.errors import OpenDSecError
+from opendsec.host.edge_report import looked_again
 from opendsec.host.image_group import errors_shown, state_directory
-from opendsec.host.kernel_commands import SEEN_AFTER, download_environment
+from opendsec.host.kernel_commands import download_environment, say_what_came_of_it
 from opendsec.linux import probe
+from opendsec.model.spec import BackendKind
 from opendsec.vm import firecracker_install
 
 app = typer.Typer(no_args_is_help=True, help="The VMM Firecracker on this machine.")
+
+FIRECRACKER = "firecracker"
+"""How the binding of its snapshots begins."""
+CHOSEN_ALREADY = (
+    "the platform that runs here has chosen QEMU; `opendsec up -d --restart` lets it choose again, and sandboxes go on"
+)
 
 
 @app.command("install")
@@ -30,7 +38,10 @@ def install_firecracker(
         if if_missing and firecracker().ok:
             return
         facts = firecracker_install.install(state_directory(), origin, environment=download_environment(), say=note)
-    note(SEEN_AFTER)
+        found = looked_again(BackendKind.MICROVM)
+        say_what_came_of_it(found)
+    if found is not None and found.available and not found.binding.startswith(FIRECRACKER):
+        note(CHOSEN_ALREADY)
     if as_json:
         print_json(msgspec.to_builtins(facts))
         return

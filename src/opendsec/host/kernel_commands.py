@@ -10,8 +10,11 @@ import typer
 
 from opendsec.cli.output import Json, note, print_json, print_line
 from opendsec.errors import OpenDSecError
+from opendsec.host.edge_report import looked_again
 from opendsec.host.image_group import errors_shown, state_directory
 from opendsec.linux import probe
+from opendsec.model.node import BackendReport
+from opendsec.model.spec import BackendKind
 from opendsec.store.programs import ENVIRONMENT
 from opendsec.vm import kernels, kernels_install
 
@@ -19,7 +22,6 @@ app = typer.Typer(no_args_is_help=True, help="Guest kernels of this machine.")
 
 _PASSED_ON = ("HOME", "http_proxy", "https_proxy", "no_proxy", "SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CONFIG_FILE")
 """What pip and apt-get may need to know of how the network is reached; and all of PIP_…"""
-SEEN_AFTER = "a platform that runs already sees it after `opendsec up -d --restart`; sandboxes go on"
 Name = Annotated[str, typer.Argument(help="Name of the kernel, as `opendsec kernel ls` says it.")]
 
 
@@ -40,12 +42,10 @@ def install_kernel(
     with errors_shown(as_json):
         if if_missing and guest_kernel().ok:
             return
-        first = kernels.default_name(state_directory()) is None
         facts = kernels_install.install(
             state_directory(), origin, package=package, environment=download_environment(), say=note
         )
-    if first:
-        note(SEEN_AFTER)
+        say_what_came_of_it(looked_again(BackendKind.MICROVM))
     if as_json:
         print_json(msgspec.to_builtins(facts))
         return
@@ -86,6 +86,12 @@ def guest_kernel() -> probe.Answer:
     except OpenDSecError as error:
         return probe.Answer(name="vmkernel", ok=False, sentence=error.message, remedy=error.remedy)
     return probe.Answer(name="vmkernel", ok=True, sentence=f"guests start from {kernel.name}")
+
+
+def say_what_came_of_it(found: BackendReport | None) -> None:
+    """Of an installation for microVMs, on the platform that runs here."""
+    if found is not None and not found.available:
+        note(f"the platform that runs here still offers no microVMs: {'; '.join(found.reasons)}")
 
 
 def download_environment() -> dict[str, str]:

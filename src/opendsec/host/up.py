@@ -20,16 +20,16 @@ import typer
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
-from opendsec.apiserver.link import EdgeLink
-from opendsec.errors import NodeError, OpenDSecError
+from opendsec.errors import NodeError
 from opendsec.host import log_file, processes
+from opendsec.host.edge_report import ask_edge
 from opendsec.host.local import APISERVER, EDGE, LOADER, SUPERVISOR, Local, RunningAlreadyError, chosen, lock, started
 from opendsec.host.stopping import Stopped, stop_platform
 from opendsec.host.supervisor import supervise
 from opendsec.linux.process import send_signal, spawn
 from opendsec.model.node import BackendReport, NodeReport
 from opendsec.server.logs import configure
-from opendsec.server.runner import Address, run
+from opendsec.server.runner import run
 from opendsec.store.loading.sources import is_remote
 from opendsec.wire import codec
 
@@ -102,7 +102,7 @@ def status(as_json: Json = False) -> None:
     pids = {name: processes.pid_of(local, name) for name in (SUPERVISOR, APISERVER, EDGE)}
     if (loader := processes.pid_of(local, LOADER)) is not None:
         pids[LOADER] = loader
-    report, problem = asyncio.run(_ask_edge(local))
+    report, problem = asyncio.run(ask_edge(local))
     ready = report is not None and pids[APISERVER] is not None
     if as_json:
         _print_json({"ready": ready, "api_url": local.api_url, "pids": pids, "node": report, "problem": problem})
@@ -188,20 +188,6 @@ async def _take_over_and_stop(local: Local, *, show: bool) -> Stopped:
     await processes.let_go(local, SUPERVISOR)
     with lock(local), _progress(show) as on_progress:
         return await stop_platform(local, os.environ, on_progress=on_progress)
-
-
-async def _ask_edge(local: Local) -> tuple[NodeReport | None, str]:
-    link = EdgeLink(local.edge, Address(path=local.edge_socket), patience_s=0)
-    try:
-        async with asyncio.timeout(5):
-            _, body = await link.call("GET", "/v1/node")
-    except OpenDSecError as exc:
-        return None, exc.message
-    except TimeoutError:
-        return None, f"edge {local.edge} did not answer within 5 s"
-    finally:
-        link.close()
-    return codec.decode_answer(body, NodeReport), ""
 
 
 @contextmanager

@@ -268,11 +268,12 @@ class Launcher:
         await self.close()
 
     async def start(self) -> None:
-        """Start the launcher process and wait until it is ready.
+        """Start the launcher process, after `close` too, and wait until it is ready.
 
         Raises OSError when its program is missing (build it with `make -C native install`), LaunchError when it cannot
         work on this host.
         """
+        self._closed = False
         current = self._start_process()
         try:
             await asyncio.shield(current.ready)

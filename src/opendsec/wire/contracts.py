@@ -27,6 +27,8 @@ Management (JSON)
     POST   /v1/fncall-batches                   FnCallBatch → 200, NDJSON of FnCallItem as calls end (any order); the
                                                 last line has `done`, without it the answer was cut
     GET    /v1/node                             → NodeReport            (edge only)
+    POST   /v1/node/backends                    → NodeReport, when backends that did not work were looked at again
+                                                (edge only)
     GET    /healthz                             → 200 "ok"
 Machines with a screen
     GET    /v1/sandboxes/{id}/screen            → PNG

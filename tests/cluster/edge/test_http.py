@@ -361,6 +361,8 @@ async def test_node_report(edge: EdgeProcess) -> None:
     assert (report["edge"], report["accepting"]) == ("local", True)
     assert report["backends"]["dummy"]["available"]
     assert report["memory_total_mb"] > 0
+    again = (await edge.client.post("/v1/node/backends")).json()
+    assert again["backends"]["dummy"]["available"]
 
 
 async def test_sigterm_stops_cleanly_and_frees_the_socket(tmp_path: Path) -> None:

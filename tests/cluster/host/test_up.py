@@ -44,6 +44,7 @@ class Machine:
 
     folder: Path
     port: int
+    backends: str = "dummy"
 
     @property
     def run_dir(self) -> Path:
@@ -58,7 +59,7 @@ class Machine:
             "OPENDSEC_RUN_DIR": str(self.run_dir),
             "OPENDSEC_STATE_DIR": str(self.folder / "state"),
             "OPENDSEC_LISTEN": f"127.0.0.1:{self.port}",
-            "OPENDSEC_EDGE_BACKENDS": "dummy",
+            "OPENDSEC_EDGE_BACKENDS": self.backends,
         }
 
     def opendsec(self, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:

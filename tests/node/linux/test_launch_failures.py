@@ -202,6 +202,18 @@ async def _until(condition: Any) -> None:
             await asyncio.sleep(0.001)
 
 
+async def test_a_closed_launcher_may_be_started_again(site: Site) -> None:
+    again = Launcher()
+    await again.start()
+    await again.close()
+    with pytest.raises(LaunchError, match="was closed"):
+        await again.launch(site.place().plan)
+    async with again:
+        place = site.place()
+        os.close((await again.launch(place.plan)).pidfd)
+        assert await place.said("hostname") == "sandbox"
+
+
 async def test_a_killed_start_says_where_it_was(site: Site, launcher: Launcher) -> None:
     stuck = site.place(cgroup1=(site.blocking_fd(),))
     async with asyncio.TaskGroup() as group:
