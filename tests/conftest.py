@@ -6,11 +6,16 @@ from collections.abc import Iterator
 
 import pytest
 from blockbuster import BlockBuster
+from hypothesis import HealthCheck, settings
 
 pytest_plugins = ["tests.capabilities", "tests.leaks"]
 
 _BLOCKING = ("socket.", "ssl.", "time.sleep", "builtins.input")
 """Small file operations on the loop are meant: they cost microseconds, a thread hop costs more."""
+
+# An example may take long on a busy machine: that says nothing of what is tested.
+settings.register_profile("opendsec", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("opendsec")
 
 
 @pytest.fixture(scope="module")
