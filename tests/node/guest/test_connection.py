@@ -10,9 +10,10 @@ import socket
 import termios
 import time
 from collections.abc import Callable
+from functools import partial
 
 import pytest
-from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
+from tests.node.guest.agents import ENV, WAIT_S, Agent, Connect, Shell, drain, until
 
 from opendsec.guest import protocol
 from opendsec.guest.base import Exit, GuestError, GuestLostError, Output, StartCommand
@@ -33,9 +34,13 @@ async def test_hello_names_the_agent_and_its_boot(agent: Agent, connect: Connect
     assert first.boot_id == second.boot_id
 
 
-async def test_a_new_connection_takes_over(agent: Agent, connect: Connect) -> None:
+async def test_a_new_connection_takes_over(
+    agent: Agent, connect: Connect, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    go_on = tmp_path_factory.mktemp("gate") / "go-on"
     first = await connect(agent)
-    await first.start(1, StartCommand(script="echo one; sleep 0.2; echo two; exit 5", env=ENV))
+    script = f"echo one; until [ -e {go_on} ]; do sleep 0.01; done; echo two; exit 5"
+    await first.start(1, StartCommand(script=script, env=ENV))
     second = await connect(agent)
     await first.wait_closed()
     with pytest.raises(GuestLostError):
@@ -43,6 +48,7 @@ async def test_a_new_connection_takes_over(agent: Agent, connect: Connect) -> No
             pass
     assert [(c.id, c.ended) for c in await second.list_commands()] == [(1, False)]
     await second.attach(1, 0, 0)
+    go_on.touch()
     result = await drain(second, 1)
     assert (result.stdout, result.exit.exit_code) == (b"one\ntwo\n", 5)
     await second.ping()
@@ -108,16 +114,18 @@ async def test_a_repeated_start_starts_nothing(shell: Shell, agent: Agent, conne
         assert file.read() == "x\n"
 
 
-def talk(agent: Agent, data: bytes, timeout_s: float = 3.0) -> bytes:
-    """Send raw bytes and read until the agent closes or is quiet."""
+def talk(agent: Agent, data: bytes, *, until: bytes | None = None) -> bytes:
+    """Send raw bytes and read until the agent closes, or has said `until`, or is quiet for long."""
     with socket.socket(socket.AF_UNIX) as sock:
-        sock.settimeout(timeout_s)
+        sock.settimeout(WAIT_S)
         sock.connect(agent.socket_path)
         answer = b""
         try:
             sock.sendall(data)
             while chunk := sock.recv(65536):
                 answer += chunk
+                if until is not None and until in answer:
+                    break
         except TimeoutError:
             answer += b"<silence>"
         except OSError:
@@ -164,8 +172,9 @@ async def test_a_connection_without_hello_disturbs_nobody(shell: Shell, agent: A
 
 
 async def test_frames_of_unknown_types_are_refused_by_name(agent: Agent) -> None:
-    answer = await asyncio.to_thread(talk, agent, HELLO + pack_frame(99, 7) + pack_frame(protocol.PING, 0, b"x"), 0.3)
-    frames = list(FrameParser().feed(answer.removesuffix(b"<silence>")))
+    asked, told = pack_frame(protocol.PING, 0, b"known"), pack_frame(protocol.PONG, 0, b"known")
+    answer = await asyncio.to_thread(partial(talk, agent, HELLO + pack_frame(99, 7) + asked, until=told))
+    frames = list(FrameParser().feed(answer))
     assert [frame.type for frame in frames] == [protocol.HELLO, protocol.ERROR, protocol.PONG]
     assert protocol.decode_error(frames[1].payload).code == "unsupported"
 
@@ -200,7 +209,7 @@ async def test_mutated_conversations_never_hurt_the_agent(agent: Agent) -> None:
         (protocol.END, higher, b""), (protocol.CREDIT, high, b"\0\0\1\0"), (protocol.CANCEL, high, b""),
         (protocol.RESIZE, 1, size), (protocol.DIAL, 5, numbers["PORT"]), (protocol.SESSION_END, 6, ended),
     ]  # fmt: skip
-    deadline = time.monotonic() + 4
+    deadline = time.monotonic() + 2.5
     while time.monotonic() < deadline:
         data = bytearray(HELLO)
         for kind, number, payload in rng.sample(frames, k=rng.randrange(1, len(frames))):
@@ -210,7 +219,7 @@ async def test_mutated_conversations_never_hurt_the_agent(agent: Agent) -> None:
             if frame[8] != protocol.SHUTDOWN:
                 data += frame
         with socket.socket(socket.AF_UNIX) as sock:
-            sock.settimeout(2)
+            sock.settimeout(WAIT_S)
             sock.connect(agent.socket_path)
             try:
                 sock.sendall(data)

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 import pytest
-from tests.node.guest.agents import ENV, Agent, Connect, Shell, drain, until
+from tests.node.guest.agents import ENV, WAIT_S, Agent, Connect, Shell, drain, timed_out, until
 
 from opendsec.guest.base import GuestError, GuestLostError, StartCommand
 
@@ -15,6 +15,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.native, pytest.ma
 
 STUBBORN = """
 trap '' TERM
+echo ready
 setsid sh -c "trap '' TERM; while :; do :; done" &
 (setsid sh -c "trap '' TERM; sleep 100" &)
 sh -c 'sleep 100' &
@@ -24,24 +25,24 @@ while :; do sleep 0.01; done
 
 async def test_timeout_ends_the_whole_tree_and_says_timeout(shell: Shell, agent: Agent) -> None:
     begin = time.monotonic()
-    result = await shell.run(STUBBORN, timeout_ms=300, grace_ms=300)
-    assert 0.55 < time.monotonic() - begin < 3
+    result = await timed_out(shell.run, STUBBORN, ready=b"ready", grace_ms=300)
+    assert time.monotonic() - begin > 0.45
     assert (result.exit.exit_code, result.exit.signal, result.exit.reason) == (None, 9, 1)
     assert agent.processes() == []
     assert agent.command_cgroups() == []
 
 
 async def test_timeout_lets_a_willing_tree_go_at_once(shell: Shell, agent: Agent) -> None:
-    begin = time.monotonic()
-    result = await shell.run("trap 'echo bye; exit 7' TERM; sleep 100 & wait", timeout_ms=100, grace_ms=5000)
-    assert time.monotonic() - begin < 2
-    assert (result.exit.exit_code, result.exit.reason, result.stdout) == (7, 1, b"bye\n")
+    script = "trap 'echo bye; exit 7' TERM; echo ready; sleep 100 & wait"
+    async with asyncio.timeout(WAIT_S):
+        result = await timed_out(shell.run, script, ready=b"ready", grace_ms=600_000)
+    assert (result.exit.exit_code, result.exit.reason, result.stdout) == (7, 1, b"ready\nbye\n")
     assert agent.processes() == []
 
 
 async def test_exit_waits_for_the_rest_of_an_ended_tree(shell: Shell, agent: Agent) -> None:
-    script = "sh -c 'trap \"sleep 0.3; echo cleaned; exit\" TERM; while :; do sleep 0.01; done' & sleep 100"
-    result = await shell.run(script, timeout_ms=200, grace_ms=3000)
+    script = "sh -c 'trap \"sleep 0.3; echo cleaned; exit\" TERM; echo ready; while :; do sleep 0.01; done' & sleep 100"
+    result = await timed_out(shell.run, script, ready=b"ready", grace_ms=30_000)
     assert (result.exit.signal, result.exit.reason) == (15, 1)
     assert b"cleaned\n" in result.stdout
     assert agent.processes() == []
@@ -72,9 +73,13 @@ async def test_signals_reach_the_foreground_group(shell: Shell) -> None:
     assert (await drain(shell.channel, 1000, 6)).exit.exit_code == 4
 
 
-async def test_cgroups_go_when_background_children_do(shell: Shell, agent: Agent) -> None:
-    await shell.run("sleep 0.4 &")
+async def test_cgroups_go_when_background_children_do(
+    shell: Shell, agent: Agent, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    go_on = tmp_path_factory.mktemp("gate") / "go-on"
+    await shell.run(f"(until [ -e {go_on} ]; do sleep 0.01; done) &")
     assert agent.command_cgroups() == ["cmd-1"]
+    go_on.touch()
     await asyncio.to_thread(until, lambda: agent.command_cgroups() == [], "the cgroup goes with its last process")
 
 
@@ -104,23 +109,22 @@ async def test_shutdown_ends_everything_and_the_agent(shell: Shell, agent: Agent
     await shell.run("setsid sh -c 'trap \"\" TERM; sleep 100' & exit 0")
     await shell.channel.start(1000, StartCommand(argv=("sleep", "100"), env=ENV))
     await shell.channel.shutdown(100)
-    assert await asyncio.to_thread(agent.process.wait, 5) == 0
+    assert await asyncio.to_thread(agent.process.wait, WAIT_S) == 0
     with pytest.raises(GuestLostError):
         await shell.channel.ping()
 
 
 async def test_shutdown_waits_no_longer_than_needed(shell: Shell, agent: Agent) -> None:
     await shell.channel.start(1000, StartCommand(argv=("sleep", "100"), env=ENV))
-    begin = time.monotonic()
-    await shell.channel.shutdown(20_000)
-    assert time.monotonic() - begin < 3
-    assert await asyncio.to_thread(agent.process.wait, 5) == 0
+    async with asyncio.timeout(WAIT_S):
+        await shell.channel.shutdown(600_000)
+    assert await asyncio.to_thread(agent.process.wait, WAIT_S) == 0
 
 
 async def test_nothing_inside_ends_the_agent(shell: Shell) -> None:
     result = await shell.run("kill -9 1; kill -TERM 1; kill -STOP 1; kill -SEGV 1; kill -CHLD 1; kill -PIPE 1; echo $?")
     assert result.stdout == b"0\n"
-    assert await shell.channel.ping() < 5
+    await shell.channel.ping()
 
 
 async def test_nothing_inside_sees_the_agents_descriptors(make_agent: Callable[..., Agent], connect: Connect) -> None:
@@ -154,4 +158,4 @@ async def test_too_many_commands_are_refused_by_name(shell: Shell) -> None:
         except GuestError as error:
             codes.add(error.code)
     assert codes == {"limit"}
-    assert await shell.channel.ping() < 5
+    await shell.channel.ping()

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable
 
 import pytest
-from tests.node.guest.agents import ENV, Agent, Connect, Result, Shell, drain, until
+from tests.node.guest.agents import ENV, WAIT_S, Agent, Connect, Result, Shell, drain, timed_out, until
 
 from opendsec.guest.base import GuestError, StartCommand
 
@@ -112,9 +111,8 @@ async def test_tracing_shows_the_users_commands_only(session: Callable[..., obje
 )
 async def test_a_timeout_ends_the_text_and_keeps_the_shell(session: Callable[..., object], script: str) -> None:
     await session("x=kept")  # type: ignore[misc]
-    begin = time.monotonic()
-    result = await session(script, timeout_ms=200, grace_ms=200)  # type: ignore[misc]
-    assert time.monotonic() - begin < 3
+    async with asyncio.timeout(WAIT_S):
+        result = await session(script, timeout_ms=200, grace_ms=200)  # type: ignore[misc]
     assert (result.exit.exit_code, result.exit.reason, result.exit.session_gone) == (None, 1, False)
     assert result.stdout == b""
     assert (await session("echo $x")).stdout == b"kept\n"  # type: ignore[misc]
@@ -130,7 +128,8 @@ async def test_in_bash_a_timeout_leaves_functions_too(shell: Shell) -> None:
 
 async def test_a_shell_that_does_not_come_back_goes(session: Callable[..., object]) -> None:
     await session("x=lost")  # type: ignore[misc]
-    result = await session("trap '' 63; while :; do :; done", timeout_ms=100, grace_ms=100)  # type: ignore[misc]
+    script = "trap '' 63; echo ready; while :; do :; done"
+    result = await timed_out(session, script, ready=b"ready", grace_ms=100)  # type: ignore[arg-type]
     assert (result.exit.reason, result.exit.session_gone) == (1, True)
     after = await session('echo "[$x]"')  # type: ignore[misc]
     assert (after.stdout, after.exit.session_started) == (b"[]\n", True)
@@ -147,9 +146,14 @@ async def test_commands_of_one_session_wait_for_each_other(shell: Shell) -> None
     assert other.result().stdout == b"free\n"
 
 
-async def test_background_output_appears_in_the_command_that_runs(shell: Shell) -> None:
-    assert (await shell.run("(sleep 0.2; echo late) & echo now", session="s")).stdout == b"now\n"
-    assert (await shell.run("sleep 0.5; echo done", session="s")).stdout == b"late\ndone\n"
+async def test_background_output_appears_in_the_command_that_runs(
+    shell: Shell, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    place = tmp_path_factory.mktemp("gate")
+    behind = f"(until [ -e {place}/go-on ]; do sleep 0.01; done; echo late; : >{place}/told) & echo now"
+    assert (await shell.run(behind, session="s")).stdout == b"now\n"
+    then = f": >{place}/go-on; until [ -e {place}/told ]; do sleep 0.01; done; echo done"
+    assert (await shell.run(then, session="s")).stdout == b"late\ndone\n"
 
 
 async def test_ending_a_session_ends_all_of_it(shell: Shell, agent: Agent) -> None:
