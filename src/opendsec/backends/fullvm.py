@@ -73,6 +73,8 @@ AGENT_TIMEOUT_S = 900.0
 GREETING_S, AGAIN_S = 20.0, 0.2
 """How long one greeting is given, and the pause before the next."""
 GONE_TIMEOUT_S = 20.0
+OFF_S = 1.0
+"""For a machine to switch itself off once its programs had their grace."""
 THREADS = 512
 """Threads of one QEMU at most."""
 MAX_SOCKET_PATH = 107
@@ -202,7 +204,7 @@ class FullVmBackend(Backend):
                 self._live[plan.sandbox_id] = live
                 await live.machine.resume()
                 guest = await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
-                if saved is not None and live.agent:
+                if guest.is_machine or (saved is not None and live.agent):
                     await renew(guest)
             except BaseException:
                 self._live.pop(plan.sandbox_id, None)
@@ -337,12 +339,20 @@ class FullVmBackend(Backend):
         if live is None:
             return
         if grace_s > 0:
-            with contextlib.suppress(TimeoutError, NodeError, SandboxLostError):
-                async with asyncio.timeout(grace_s):
-                    await live.machine.press_power()
+            with contextlib.suppress(TimeoutError, NodeError, SandboxLostError, GuestLostError):
+                async with asyncio.timeout(grace_s + OFF_S):
+                    await self._switch_off(live, grace_s)
                     await live.machine.wait_ended()
         self._groups.kill(handle.sandbox_id)
         await self._forget(handle.sandbox_id)
+
+    @staticmethod
+    async def _switch_off(live: _Live, grace_s: float) -> None:
+        """Nobody hears the power button where our agent is the only init."""
+        if live.guest is not None and live.guest.is_machine and not live.guest.closed:
+            await live.guest.shutdown(round(grace_s * 1000))
+        else:
+            await live.machine.press_power()
 
     async def destroy(
         self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
@@ -368,7 +378,16 @@ class FullVmBackend(Backend):
 
     def usage(self, handle: Handle) -> Usage:
         counters = self._groups.usage(handle.sandbox_id)
-        return Usage(memory_bytes=counters.memory_bytes, oom_kills=counters.oom_kills, cpu_s=counters.cpu_s)
+        live = self._live.get(handle.sandbox_id)
+        inside = None if live is None or live.guest is None else live.guest.usage
+        kills = counters.oom_kills if inside is None else inside.oom_kills + (counters.oom_kills or 0)
+        return Usage(
+            memory_bytes=counters.memory_bytes,
+            oom_kills=kills,
+            cpu_s=counters.cpu_s,
+            pids_denied=None if inside is None else inside.pids_denied,
+            disk_full=None if inside is None else inside.disk_full,
+        )
 
     def console(self, handle: Handle) -> Console:
         live = self._live.get(handle.sandbox_id)

@@ -229,6 +229,11 @@ class Guest(ABC):
 
     # Of an agent that is init of a virtual machine (HELLO says `machine`); any other answers `unsupported`.
 
+    @property
+    def is_machine(self) -> bool:
+        """Whether it is such a one."""
+        return False
+
     async def setup(self, setup: GuestSetup) -> None:
         """Make the sandbox's root and enter it; no command is taken before. Once per machine.
 

@@ -129,6 +129,10 @@ class Channel(MachineCalls, FileCalls, Guest):
             raise FieldError(f"a frame for command {command_id}, which is not on this connection")
         return running
 
+    @property
+    def is_machine(self) -> bool:
+        return "machine" in self.capabilities
+
     def _on_hello(self, frame_id: int, _: int, payload: memoryview) -> None:
         if frame_id or self._greeted is None:
             raise FieldError("HELLO that nobody waits for")
@@ -141,7 +145,7 @@ class Channel(MachineCalls, FileCalls, Guest):
         if protocol.unsigned(fields, protocol.T_VERSION) != protocol.VERSION:
             raise FieldError("another version of the guest protocol")
         boot_id = fields.get(protocol.T_BOOT_ID, b"")
-        if self.agent and not (boot_id == self.boot_id and "machine" in self.capabilities):
+        if self.agent and not (boot_id == self.boot_id and self.is_machine):
             raise FieldError("HELLO that nobody waits for")
         self.boot_id = boot_id
         self.capabilities = frozenset(caps)
