@@ -16,7 +16,7 @@ from opendsec.linux import probe
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind
 from opendsec.store.programs import ENVIRONMENT
-from opendsec.vm import kernels, kernels_install
+from opendsec.vm import disk_kernels, kernels, kernels_install
 
 app = typer.Typer(no_args_is_help=True, help="Guest kernels of this machine.")
 
@@ -50,6 +50,23 @@ def install_kernel(
         print_json(msgspec.to_builtins(facts))
         return
     print_line(f"{facts.name} is installed and used: Linux {facts.release}, {facts.source}")
+
+
+@app.command("fetch")
+def fetch_disk_kernel(
+    package: Annotated[str, typer.Argument(help="Debian package of the kernel.")] = disk_kernels.PACKAGE,
+    if_missing: Annotated[bool, typer.Option("--if-missing", help="Do nothing when one is kept already.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Fetch the kernel `opendsec image build-disk` puts on disks, as it is now; later disks get this one."""
+    with errors_shown(as_json):
+        if if_missing and disk_kernels.kept(state_directory(), package) is not None:
+            return
+        facts = disk_kernels.fetch(state_directory(), package, environment=download_environment(), say=note)
+    if as_json:
+        print_json(msgspec.to_builtins(facts))
+        return
+    print_line(f"{facts.package} {facts.version} is kept for disks")
 
 
 @app.command("ls")

@@ -1,8 +1,7 @@
 """A Debian desktop as the image of a disk: X, openbox and a terminal, with our guest agent, for full VMs.
 
-mmdebstrap makes the tree; mkfs.ext4 and mtools write it into a file, with nothing mounted and no loop device. The disk
-starts by BIOS: syslinux on a FAT partition with kernel and initial RAM disk, then the system on an ext4 partition.
-Programs are Debian's; the few files of ours start the agent, and the desktop, which belongs to `user`, as services.
+mmdebstrap makes the tree, `disk_writing` the disk. Programs are Debian's; the few files of ours start the agent, and
+the desktop, which belongs to `user`, as services.
 """
 
 from __future__ import annotations
@@ -12,29 +11,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from opendsec.errors import HostCapabilityError, NodeError
-from opendsec.model.image import Devices, DiskFormat, Image, Machine
+from opendsec.model.image import Devices, DiskFormat, Image, ImageConfig, Machine
 from opendsec.store.debian import DebianRecipe, bootstrap, check_recipe
-from opendsec.store.disks import SECTOR, DiskRequest, import_disk
-from opendsec.store.durable import disk_full_named
+from opendsec.store.disk_writing import AGENT_PORT, ROOT_LABEL, SystemDisk, check_tools, publish_disk, run
+from opendsec.store.disks import SECTOR
 from opendsec.store.images import ImageStore
-from opendsec.store.programs import find_program, run_program
 from opendsec.store.progress import OnProgress, Progress, quietly
 
-MIB = 1024 * 1024
-BOOT_AT, BOOT_MIB = MIB, 128
-ROOT_AT = BOOT_AT + BOOT_MIB * MIB
 SIZE_MIB = 4096
 """Of the whole disk; what is not used takes no room."""
-TIMEOUT_S = 1800.0
-AGENT_PORT = "org.opendsec.agent"
-MBR_CODE = Path("/usr/lib/syslinux/mbr/mbr.bin")
 PACKAGES = (
     "linux-image-amd64", "initramfs-tools", "systemd-sysv", "udev", "dbus", "kmod", "iproute2", "ca-certificates",
     "xserver-xorg-core", "xserver-xorg-input-libinput", "xinit", "xterm", "openbox", "x11-xserver-utils", "x11-utils",
     "xdotool", "xclip", "xfonts-base", "fonts-dejavu-core", "console-setup", "procps",
 )  # fmt: skip
-_KERNEL_OPTIONS = "root=LABEL=system rw quiet console=tty0 console=ttyS0 tsc=unstable"
+_KERNEL_OPTIONS = f"root=LABEL={ROOT_LABEL} rw quiet console=tty0 console=ttyS0 tsc=unstable"
 _FILES: Mapping[str, str] = {
     "etc/hostname": "desktop\n",
     "etc/hosts": "127.0.0.1 localhost\n127.0.1.1 desktop\n",
@@ -82,16 +73,6 @@ wait
 }
 _UNITS = ("opendsec-guest.service", "desktop.service", "systemd-networkd.service")
 _MODULES = "ahci\nsd_mod\nvirtio_pci\nvirtio_blk\nvirtio_scsi\next4\n"
-_SYSLINUX = f"""\
-DEFAULT linux
-PROMPT 0
-TIMEOUT 0
-LABEL linux
-  LINUX /vmlinuz
-  INITRD /initrd.img
-  APPEND {_KERNEL_OPTIONS}
-"""
-_TOOLS = ("syslinux", "mformat", "mcopy", "sfdisk", "mkfs.ext4")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,18 +104,12 @@ def build_desktop(
     DiskFullError, ConflictError (the name is taken).
     """
     debian = check_recipe(DebianRecipe(suite=recipe.suite, include=(*PACKAGES, *recipe.include), mirror=recipe.mirror))
-    _check_tools(agent)
+    check_tools(agent)
     with store.scratch() as scratch, store.staging() as work:
         tree = scratch / "tree"
         bootstrap(tree, debian, recipe.proxies, on_progress)
         on_progress(Progress(phase="setting up the system"))
         set_up(tree, agent)
-        raw, disk = work / "raw", work / "qcow2"
-        with disk_full_named(store.root):
-            _write_disk(tree, raw, scratch, on_progress)
-        on_progress(Progress(phase="packing the disk"))
-        _run("qemu-img", "convert", "-f", "raw", "-O", "qcow2", str(raw), str(disk))
-        raw.unlink()
         machine = Machine(
             format=DiskFormat.QCOW2,
             virtual_bytes=SECTOR,
@@ -143,23 +118,24 @@ def build_desktop(
             memory_mb=recipe.memory_mb,
             cpus=recipe.cpus,
         )
-        request = DiskRequest(
-            name=name,
-            path=disk,
+        return publish_disk(
+            store,
+            name,
+            system_of(tree),
             machine=machine,
-            env={"DISPLAY": ":0", "LANG": "C.UTF-8"},
-            replace=replace,
+            config=ImageConfig(env={"DISPLAY": ":0", "LANG": "C.UTF-8"}),
+            work=work,
             source=f"desktop {recipe.suite}",
+            replace=replace,
+            on_progress=on_progress,
         )
-        return import_disk(store, request, on_progress=on_progress)
 
 
-def _check_tools(agent: Path) -> None:
-    for program in _TOOLS:
-        find_program(program)
-    for file, remedy in ((MBR_CODE, "apt-get install syslinux-common"), (agent, "make -C native install")):
-        if not file.is_file():
-            raise HostCapabilityError(f"{file} is missing", detail={"probe": file.name}, remedy=remedy)
+def system_of(tree: Path) -> SystemDisk:
+    """With the kernel that was installed in the tree."""
+    (kernel,) = (tree / "boot").glob("vmlinuz-*")
+    (initrd,) = (tree / "boot").glob("initrd.img-*")
+    return SystemDisk(tree=tree, kernel=kernel, initrd=initrd, options=_KERNEL_OPTIONS, size_mib=SIZE_MIB)
 
 
 def set_up(tree: Path, agent: Path) -> None:
@@ -186,55 +162,4 @@ def _in_tree(tree: Path, script: str) -> None:
     """Run by the tree's own shell, in namespaces of its own: nothing it mounts is left."""
     inside = 'mount -t proc proc "$0/proc"; mount --bind /dev "$0/dev"; exec chroot "$0" /bin/sh -ec "$1"'
     isolated = ("unshare", "--mount", "--pid", "--fork", "--kill-child=KILL", "--")
-    _run(*isolated, "/bin/sh", "-ec", inside, str(tree), script)
-
-
-def _write_disk(tree: Path, raw: Path, scratch: Path, on_progress: OnProgress) -> None:
-    on_progress(Progress(phase="writing the disk"))
-    boot = scratch / "boot.fat"
-    _run(
-        "mformat",
-        "-C",
-        "-i",
-        str(boot),
-        "-T",
-        str(BOOT_MIB * MIB // SECTOR),
-        "-h",
-        "255",
-        "-s",
-        "63",
-        "-v",
-        "BOOT",
-        "::",
-    )
-    (kernel,) = (tree / "boot").glob("vmlinuz-*")
-    (initrd,) = (tree / "boot").glob("initrd.img-*")
-    config = scratch / "syslinux.cfg"
-    config.write_text(_SYSLINUX, encoding="ascii")
-    for source, name in ((kernel, "vmlinuz"), (initrd, "initrd.img"), (config, "syslinux.cfg")):
-        _run("mcopy", "-i", str(boot), str(source), f"::{name}")
-    _run("syslinux", "--install", str(boot))
-    with raw.open("xb") as file:
-        file.truncate(SIZE_MIB * MIB)
-    table = scratch / "table"
-    first = f"start={BOOT_AT // SECTOR}, size={BOOT_MIB * MIB // SECTOR}, type=c, bootable"
-    table.write_text(f"label: dos\n{first}\nstart={ROOT_AT // SECTOR}, type=83\n", encoding="ascii")
-    _run("sh", "-c", 'exec sfdisk --quiet --no-reread --no-tell-kernel "$0" <"$1"', str(raw), str(table))
-    with raw.open("r+b") as file:
-        file.write(MBR_CODE.read_bytes()[:440])
-        file.seek(BOOT_AT)
-        with boot.open("rb") as source_file:
-            shutil.copyfileobj(source_file, file, MIB)
-    kib = (SIZE_MIB * MIB - ROOT_AT) // 1024
-    options = f"offset={ROOT_AT},root_owner=0:0,lazy_itable_init=1,nodiscard"
-    _run("mkfs.ext4", "-q", "-F", "-L", "system", "-E", options, "-d", str(tree), str(raw), f"{kib}k")
-
-
-def _run(*argv: str) -> None:
-    ended = run_program([find_program(argv[0]), *argv[1:]], timeout_s=TIMEOUT_S)
-    if ended.status != 0:
-        raise NodeError(
-            f"{argv[0]} ended with status {ended.status}: {' '.join(ended.tail[-6:])[-1500:]}",
-            detail={"program": argv[0], "status": ended.status},
-            retryable=False,
-        )
+    run(*isolated, "/bin/sh", "-ec", inside, str(tree), script, place=tree)

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -64,8 +63,8 @@ class DiskRequest:
     format: DiskFormat | None = None
     replace: bool = False
     source: str = ""
-    env: Mapping[str, str] = field(default_factory=dict)
-    """Of commands, where an agent is inside."""
+    config: ImageConfig = field(default_factory=ImageConfig)
+    """Defaults of commands, where an agent is inside; its machine is `machine`."""
 
 
 def import_disk(store: ImageStore, request: DiskRequest, *, on_progress: OnProgress = quietly) -> Image:
@@ -91,7 +90,7 @@ def import_disk(store: ImageStore, request: DiskRequest, *, on_progress: OnProgr
         on_progress(Progress(phase="hashing"))
         layer = store.stage_layer(copy, role=LayerRole.DISK)
         on_progress(Progress(phase="publishing"))
-        config = ImageConfig(env=request.env, machine=replace(request.machine, format=found, virtual_bytes=size))
+        config = replace(request.config, machine=replace(request.machine, format=found, virtual_bytes=size))
         source = request.source or f"{found.value}:{request.path}"
         return store.publish(request.name, layers=[layer], config=config, source=source, replace=request.replace)
 

@@ -37,6 +37,8 @@ PACKAGES = {
     "mcopy": "mtools",
     "sfdisk": "fdisk",
     "mkfs.ext4": "e2fsprogs",
+    "debugfs": "e2fsprogs",
+    "depmod": "kmod",
     "qemu-system-x86_64": "qemu-system-x86",
     "prlimit": "util-linux",
     "setpriv": "util-linux",

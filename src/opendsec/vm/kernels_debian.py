@@ -6,7 +6,7 @@ found by ACPI tables only (QEMU: `acpi=on`; Firecracker writes them from version
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -25,26 +25,19 @@ WANTED: Final = (
     *("xt_MASQUERADE", "xt_conntrack", "xt_addrtype", "ip_tables", "iptable_nat", "iptable_filter", "tun"),
 )
 """Modules a guest may need; what is built in, or not there, is not loaded. The network ones are for Docker."""
-_NEEDED = frozenset({"virtio_mmio", "virtio_blk", "erofs", "overlay", "ext4"})
+NEEDED: Final = frozenset({"virtio_mmio", "virtio_blk", "erofs", "overlay", "ext4"})
 
 
 def of_package(work: Path, package: str, environment: Mapping[str, str], say: Say) -> Found:
     """Download, unpack, and take what is needed. Raises NodeError, ImageInvalidError."""
-    name = _real_package(package or DEFAULT_PACKAGE, environment)
-    say(f"downloading {name}")
-    apt = [find_program("apt-get"), "download", "-q", "-o", "APT::Sandbox::User=root", name]
-    run(apt, what="apt-get download", timeout_s=DOWNLOAD_S, remedy=_UPDATE, environment=environment, cwd=work)
-    archive = next(work.glob("*.deb"))
+    name = real_package(package or DEFAULT_PACKAGE, environment)
+    archive = download(work, name, environment, say)
     tree = work / "tree"
-    unpack = [find_program("dpkg-deb"), "--extract", str(archive), str(tree)]
-    run(unpack, what="dpkg-deb", timeout_s=300, remedy="the package is damaged", environment=environment)
+    unpack(archive, tree, environment)
     archive.unlink()
-    images = sorted((tree / "boot").glob("vmlinuz-*"))
-    if not images:
-        raise ImageInvalidError(f"the package {name} holds no kernel", remedy=_UPDATE)
     say("taking kernel and modules out of it")
     return Found(
-        vmlinux=vmlinux_of(images[0].read_bytes()),
+        vmlinux=vmlinux_of(image_in(tree, name).read_bytes()),
         source=f"the Debian package {name} (GPL-2.0)",
         prefix="debian",
         modules=modules_of(tree),
@@ -52,7 +45,29 @@ def of_package(work: Path, package: str, environment: Mapping[str, str], say: Sa
     )
 
 
-def _real_package(package: str, environment: Mapping[str, str]) -> str:
+def download(work: Path, name: str, environment: Mapping[str, str], say: Say) -> Path:
+    """The package's archive, below `work`; apt-get has verified it. Raises NodeError."""
+    say(f"downloading {name}")
+    apt = [find_program("apt-get"), "download", "-q", "-o", "APT::Sandbox::User=root", name]
+    run(apt, what="apt-get download", timeout_s=DOWNLOAD_S, remedy=_UPDATE, environment=environment, cwd=work)
+    return next(work.glob("*.deb"))
+
+
+def unpack(archive: Path, tree: Path, environment: Mapping[str, str]) -> None:
+    """All files of a package; nothing of it is run. Raises NodeError."""
+    argv = [find_program("dpkg-deb"), "--extract", str(archive), str(tree)]
+    run(argv, what="dpkg-deb", timeout_s=300, remedy="the package is damaged", environment=environment)
+
+
+def image_in(tree: Path, name: str) -> Path:
+    """The kernel in an unpacked package. Raises ImageInvalidError."""
+    images = sorted((tree / "boot").glob("vmlinuz-*"))
+    if not images:
+        raise ImageInvalidError(f"the package {name} holds no kernel", remedy=_UPDATE)
+    return images[0]
+
+
+def real_package(package: str, environment: Mapping[str, str]) -> str:
     """A meta-package depends on the real one. Raises NodeError."""
     ask = [find_program("apt-cache"), "depends", "--no-recommends", "--no-suggests", package]
     lines = run(ask, what=f"apt-cache depends {package}", timeout_s=60, remedy=_UPDATE, environment=environment)
@@ -64,16 +79,18 @@ def _real_package(package: str, environment: Mapping[str, str]) -> str:
     return package
 
 
-def modules_of(tree: Path) -> tuple[tuple[str, bytes], ...]:
-    """Those of `WANTED` below an unpacked package, each after those it needs. Raises ImageInvalidError."""
+def modules_of(
+    tree: Path, wanted: Sequence[str] = WANTED, needed: frozenset[str] = NEEDED
+) -> tuple[tuple[str, bytes], ...]:
+    """Those wanted below an unpacked package, each after those it needs. ImageInvalidError: a needed one is missing."""
     roots = [path for place in ("lib/modules", "usr/lib/modules") for path in (tree / place).glob("*")]
     files = {_name(path): path for root in roots for path in root.rglob("*.ko*")}
     builtin = {_name(Path(line)) for root in roots for line in _lines(root / "modules.builtin")}
-    lacking = sorted(_NEEDED - files.keys() - builtin)
+    lacking = sorted(needed - files.keys() - builtin)
     if lacking:
         raise ImageInvalidError(f"the kernel has neither built in nor as a module: {', '.join(lacking)}")
     ordered: dict[str, bytes] = {}
-    for name in WANTED:
+    for name in wanted:
         _add(name, files, ordered, ())
     return tuple((f"{number:03}-{name}.ko", content) for number, (name, content) in enumerate(ordered.items()))
 

@@ -35,7 +35,7 @@ def _image(platform: Platform) -> None:
     image = ImageStore(Path(kept) / "store").get("desktop")
     assert image.config.machine is not None
     path = ImageStore(Path(kept) / "store").blob_path(image.layers[0].digest)
-    request = DiskRequest(name="desktop", path=path, machine=image.config.machine, env=image.config.env)
+    request = DiskRequest(name="desktop", path=path, machine=image.config.machine, config=image.config)
     import_disk(ImageStore(platform.state / "store"), request)
 
 

@@ -64,6 +64,10 @@ class Stack(contextlib.AbstractContextManager["Stack"]):
         """A directory comes on top: an upper directory that was cleaned, or any tree."""
         self._keep(os.open(tree, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC))
 
+    def add_opened(self, fd: int) -> None:
+        """An open directory comes on top; the descriptor stays the caller's."""
+        self._keep(os.dup(fd))
+
     def _keep(self, fd: int) -> None:
         if len(self._lowers) >= MAX_LAYERS:
             os.close(fd)
