@@ -62,7 +62,7 @@ from opendsec.model.spec import BackendKind, SandboxSpec
 from opendsec.store.durable import disk_full_named
 from opendsec.store.mounts import LayerMounts
 from opendsec.vm.q35 import AGENT_SOCKET, Q35, Places, Q35Machine
-from opendsec.vm.q35_line import Q35Spec, cpus_of, memory_limit_mib
+from opendsec.vm.q35_line import Q35Spec, cpus_of, disk_bytes, memory_limit_mib
 from opendsec.vm.q35_room import Entered
 from opendsec.vm.q35_saved import Saved, check_saved, describe, read_saved, write_saved
 
@@ -82,6 +82,7 @@ MAX_SOCKET_PATH = 107
 _ALWAYS = (
     Capability.PAUSE,
     Capability.SNAPSHOT,
+    Capability.DISK_LIMIT,
     Capability.RECOVER,
     Capability.PORTS,
     Capability.SCREEN,
@@ -101,8 +102,6 @@ class _Live:
     agent: bool
     guest: Guest | None = None
     forwarded: set[int] = field(default_factory=set)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Held while somebody relies on its processors running or standing still."""
 
 
 class FullVmBackend(Backend):
@@ -194,7 +193,7 @@ class FullVmBackend(Backend):
     async def start(self, plan: StartPlan) -> Running:
         machine = self._check(plan)
         saved = None if plan.snapshot is None else await asyncio.to_thread(read_saved, plan.snapshot)
-        spec = self._spec(plan.spec, machine, saved)
+        spec = self._spec(plan.spec, machine, saved, disks=len(plan.image.layers))
         if saved is not None:
             check_saved(saved, self._qemu.binding, spec)
         try:
@@ -238,7 +237,7 @@ class FullVmBackend(Backend):
                 raise UnsupportedError(f"{name}: {NO_AGENT}", detail={"field": name}, remedy=REMEDY)
         return machine
 
-    def _spec(self, spec: SandboxSpec, machine: Machine, saved: Saved | None) -> Q35Spec:
+    def _spec(self, spec: SandboxSpec, machine: Machine, saved: Saved | None, *, disks: int) -> Q35Spec:
         limits = spec.resources
         return Q35Spec(
             machine=machine,
@@ -247,16 +246,18 @@ class FullVmBackend(Backend):
             cpus=cpus_of(machine, limits.cpu_cores_limit),
             screen=DEFAULT_SCREEN if saved is None else saved.screen,
             mac=_new_mac() if saved is None else saved.mac,
+            disks=disks,
+            disk_bytes=disk_bytes(machine, limits.disk_limit_mb) if saved is None else saved.disk_bytes,
             restored=saved is not None,
         )
 
     async def _started(self, plan: StartPlan, spec: Q35Spec) -> _Live:
         """A machine that stands still, in its groups, with its network, and its serial line recorded."""
-        base = await asyncio.to_thread(self._layers.disk_file, plan.image)
+        disks = await asyncio.to_thread(self._layers.disk_files, plan.image)
         places = Places(
             directory=plan.run_dir,
             state=plan.state_dir,
-            base=base,
+            disks=disks,
             resolvers=self._resolvers,
             host_id=host_root(self._machine_slot(plan.slot)),
             saved=plan.snapshot,
@@ -318,17 +319,17 @@ class FullVmBackend(Backend):
 
     async def pause(self, handle: Handle) -> None:
         live = await self._required(handle)
-        async with live.turn:
+        async with live.machine.turn():
             await live.machine.pause()
 
     async def resume(self, handle: Handle) -> None:
         live = await self._required(handle)
-        async with live.turn:
+        async with live.machine.turn(timeout_s=None):  # one that cannot be resumed is taken for lost
             await live.machine.resume()
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         live = await self._required(handle)
-        async with live.turn:
+        async with live.machine.turn():
             await live.machine.save(target, Path(str(handle.data["state"])))
             saved = describe(self._qemu.binding, _spec_of(handle), target)
             with disk_full_named(target):

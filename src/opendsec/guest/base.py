@@ -35,6 +35,10 @@ class GuestLostError(Exception):
     """The connection to the agent is gone; whether the agent is too is for the backend to find out."""
 
 
+class GuestGoneError(GuestLostError):
+    """And it will not be met again: nobody need ask once more. The message says what is gone."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartCommand:
     """START: everything the agent needs; environment, directory and user are complete, the agent has no defaults."""

@@ -103,9 +103,9 @@ def _check_bottom(whole: Image, reference: str) -> None:
 
 
 def _check_disk(whole: Image, reference: str, *, alone: bool) -> None:
-    """Nothing can be laid over a disk, and a disk over nothing."""
+    """Nothing can be laid over a disk but its own differences, and a disk over nothing."""
     disks = [layer for layer in whole.layers if layer.role is LayerRole.DISK]
-    if disks and not (alone and len(whole.layers) == 1 and not whole.base):
+    if disks and not (alone and len(disks) == len(whole.layers) and len(whole.parts) == 1):
         raise InvalidSpecError(
             f"image: image {reference!r} is a whole disk: no base, workspace or toolkit goes with it",
             detail={"field": "image", "image": reference},

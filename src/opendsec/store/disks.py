@@ -44,6 +44,8 @@ CHECK_TIMEOUT_S = 600.0
 CHECK_CPU_S = 300
 CHECK_MEMORY_BYTES = 2 << 30
 NOBODY = 65534
+FIRST_FD = 200
+"""Number of the first descriptor a program here is given."""
 _HEADER = struct.Struct(">4sIQIIQIIQQIIQ")
 """Through `snapshots_offset`, QEMU docs/interop/qcow2.txt."""
 _EXTENSION = struct.Struct(">QQQII")
@@ -169,10 +171,10 @@ def _check_tables(path: Path) -> None:
     """Whether the tables behind the header hold together, by QEMU's own program, which may come to harm by it."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
-        os.set_inheritable(fd, True)
         ended = run_program(
-            [*_confined(), find_program("qemu-img"), "check", "-U", "-f", "qcow2", f"/dev/fd/{fd}"],
+            [*confined(), find_program("qemu-img"), "check", "-U", "-f", "qcow2", f"/dev/fd/{FIRST_FD}"],
             timeout_s=CHECK_TIMEOUT_S,
+            fds={FIRST_FD: fd},
         )
     finally:
         os.close(fd)
@@ -183,13 +185,14 @@ def _check_tables(path: Path) -> None:
         raise _refused(f"it cannot be checked: {words}", "see what `qemu-img check FILE` says")
 
 
-def _confined() -> list[str]:
-    """The beginning of a command line: nobody, no network, no new rights, bounded."""
+def confined(*, fsize: int = 0, cpu_s: int = CHECK_CPU_S) -> list[str]:
+    """The beginning of a command line: nobody, no network, no new rights, bounded. `fsize`: bytes of a file it may
+    write; `cpu_s`: seconds."""
     return [
         find_program("prlimit"),
         f"--as={CHECK_MEMORY_BYTES}",
-        f"--cpu={CHECK_CPU_S}",
-        "--fsize=0",
+        f"--cpu={cpu_s}",
+        f"--fsize={fsize}",
         "--core=0",
         find_program("unshare"),
         "--net",

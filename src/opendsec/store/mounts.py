@@ -23,7 +23,7 @@ import fcntl
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -108,15 +108,21 @@ class LayerMounts:
         check_mountable(image)
         return tuple(self._layer(layer) for layer in reversed(image.layers))
 
-    def disk_file(self, image: Image) -> Path:
-        """The file of an image that is a whole disk, as a file of this node, and not collected from now on. Blocks
-        while it is fetched, if the store is elsewhere. Raises as `acquire` does.
+    def disk_files(self, image: Image) -> tuple[Path, ...]:
+        """The files of an image that is a whole disk, as files of this node, and not collected from now on: the lowest
+        disk first, then its differences. Blocks while they are fetched, if the store is elsewhere. Raises as `acquire`
+        does.
         """
-        (layer,) = image.layers
+        self.hold(image.layers)
+        return tuple(self._loader.attach(layer).meta for layer in image.layers)
+
+    def hold(self, layers: Sequence[Layer]) -> None:
+        """They are not collected from now on, mounted or not; what a process before this one held is not, once this
+        object was opened."""
         with _held(self._root_made() / _LEASE_LOCK, time.monotonic() + self._wait_s, alone=True):
             if self._leases is not None:
-                self._leases.take(layer)
-        return self._loader.attach(layer).meta
+                for layer in layers:
+                    self._leases.take(layer)
 
     def _root_made(self) -> Path:
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)

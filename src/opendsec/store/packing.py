@@ -159,10 +159,10 @@ def pack_layer(
             on_progress=on_progress,
             on_read=on_read,
         )
-        return layer if place is work else _brought(store, work, layer)
+        return layer if place is work else brought(store, work, layer)
 
 
-def _brought(store: ImageStore, work: Path, layer: StagedLayer) -> StagedLayer:
+def brought(store: ImageStore, work: Path, layer: StagedLayer) -> StagedLayer:
     """The same layer in `work`; what has arrived there is hashed anew. DigestMismatchError when it is another."""
     shutil.copyfile(layer.meta, work / layer.meta.name)
     data = None if layer.data is None else Path(shutil.copyfile(layer.data, work / layer.data.name))

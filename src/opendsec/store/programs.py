@@ -84,8 +84,11 @@ def run_program(
     on_line: Callable[[str], None] | None = None,
     on_tick: Callable[[], None] | None = None,
     output: Path | None = None,
+    fds: Mapping[int, int] | None = None,
 ) -> Ended:
     """Run to the end; standard output and error are one stream of lines (`\\r` ends a line too).
+
+    `fds`: descriptors the program gets, by the number they have there (3 or more); nobody else started meanwhile does.
 
     `output`: a new file that gets standard output as it is; the lines are of standard error alone then.
 
@@ -96,7 +99,7 @@ def run_program(
         try:
             with output.open("xb") if output is not None else nullcontext() as file:
                 stdout = writer if file is None else file.fileno()
-                pid = _spawn(argv, environment, stdin=None, stdout=stdout, stderr=writer)
+                pid = _spawn(argv, environment, stdin=None, stdout=stdout, stderr=writer, fds=fds)
         finally:
             os.close(writer)
         with _reaped(pid) as wait:
@@ -123,7 +126,13 @@ def filtered(argv: Sequence[str], source_fd: int) -> Iterator[BinaryIO]:
 
 
 def _spawn(
-    argv: Sequence[str], environment: Mapping[str, str], *, stdin: int | None, stdout: int, stderr: int | None
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    stdin: int | None,
+    stdout: int,
+    stderr: int | None,
+    fds: Mapping[int, int] | None = None,
 ) -> int:
     null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
     try:
@@ -135,6 +144,7 @@ def _spawn(
                 (os.POSIX_SPAWN_DUP2, null if stdin is None else stdin, 0),
                 (os.POSIX_SPAWN_DUP2, stdout, 1),
                 (os.POSIX_SPAWN_DUP2, null if stderr is None else stderr, 2),
+                *((os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()),
             ],
             setsid=True,
         )

@@ -165,7 +165,8 @@ class _Hand:
 
     async def _send(self, *events: Event) -> None:
         try:
-            async with self._machine.monitor() as qmp:
+            # One that is being saved stands still for a while, and takes no input.
+            async with self._machine.turn(), self._machine.monitor() as qmp:
                 await qmp.execute("input-send-event", {"events": list(events)})
         except MonitorError as error:
             raise NodeError(f"the machine takes no input: {error}", retryable=True) from error

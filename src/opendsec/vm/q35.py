@@ -12,19 +12,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import os
 import shutil
 import socket
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from opendsec.errors import HostCapabilityError, NodeError, SandboxLostError, StartError
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
 from opendsec.model.image import Firmware
+from opendsec.store.disk_changes import make_overlay
 from opendsec.store.durable import disk_full_named
 from opendsec.store.programs import find_program
 from opendsec.store.sparse import copy_sparse
@@ -45,7 +47,10 @@ START_TIMEOUT_S = 60.0
 LOAD_TIMEOUT_S = 600.0
 SAVE_TIMEOUT_S = 1800.0
 GONE_TIMEOUT_S = 20.0
+BUSY_S = 60.0
+"""How long what a machine is asked for waits for a snapshot or a pack of it."""
 _POLL_S = 0.02
+_SAVE_POLL_S = 0.05
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,8 +61,8 @@ class Places:
     """On a tmpfs; sockets."""
     state: Path
     """On a disk; what the machine writes."""
-    base: Path
-    """The image's file; read only."""
+    disks: tuple[Path, ...]
+    """The image's files, lowest first; read only."""
     resolvers: bytes
     """Content of its resolv.conf."""
     host_id: int
@@ -147,11 +152,7 @@ class Q35:
             with disk_full_named(places.state):
                 await asyncio.to_thread(_make_files, spec, places)
                 if places.saved is None:
-                    size = str(spec.machine.virtual_bytes)
-                    overlay = str(places.state / OVERLAY)
-                    await process.run(
-                        [find_program("qemu-img"), "create", "-q", "-f", "qcow2", overlay, size], timeout_s=60
-                    )
+                    await asyncio.to_thread(make_overlay, places.state / OVERLAY, q35_line.size_of_disk(spec))
         except OSError as error:
             raise StartError(f"the machine's files cannot be made: {error}") from error
 
@@ -218,7 +219,8 @@ class _Descriptors:
             yield number, stack.enter_context(_listening(places.directory / name))
         yield q35_line.OVERLAY_FD, opened(places.state / OVERLAY, os.O_RDWR)
         yield q35_line.OVERLAY_READ_FD, opened(places.state / OVERLAY, os.O_RDONLY)
-        yield q35_line.BASE_FD, opened(places.base, os.O_RDONLY)
+        for number, path in enumerate(places.disks, q35_line.DISKS_FD):
+            yield number, opened(path, os.O_RDONLY)
         if machine.firmware is Firmware.UEFI:
             yield q35_line.VARIABLES_FD, opened(places.state / VARIABLES, os.O_RDWR)
             yield q35_line.VARIABLES_READ_FD, opened(places.state / VARIABLES, os.O_RDONLY)
@@ -240,6 +242,7 @@ class Q35Machine:
         self.pidfd = pidfd
         self.directory = directory
         self._words = words
+        self._turn = asyncio.Lock()
 
     @contextlib.asynccontextmanager
     async def monitor(self) -> AsyncIterator[Monitor]:
@@ -286,29 +289,86 @@ class Q35Machine:
         """What a guest makes of its power button is its own business."""
         await self._execute("system_powerdown")
 
+    @contextlib.asynccontextmanager
+    async def turn(self, *, timeout_s: float | None = BUSY_S) -> AsyncIterator[None]:
+        """While somebody relies on its processors running or standing still. Raises NodeError, retryable, when it is
+        somebody else's for longer; None waits for that end."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._turn.acquire()
+        except TimeoutError:
+            raise NodeError(
+                f"the machine has been standing still for more than {timeout_s:g} s: it is being saved or packed",
+                remedy="try again when that has ended",
+                retryable=True,
+            ) from None
+        try:
+            yield
+        finally:
+            self._turn.release()
+
+    @contextlib.asynccontextmanager
+    async def still(self) -> AsyncIterator[None]:
+        """It stands still, and all it has written is in its files. Afterwards it goes on, or stays paused, as it was.
+        The caller has its turn."""
+        running = not await self.is_paused()
+        await self.pause()
+        try:
+            yield
+        finally:
+            if running:
+                await self._execute("cont")
+
     async def save(self, target: Path, state: Path) -> None:
-        """Memory, devices and disk below `target`; it stands still meanwhile and goes on as it was.
+        """Memory, devices and disk below `target`; it stands still meanwhile and goes on as it was. The caller has its
+        turn; others may ask for what needs none, as its picture.
 
         `state`: the directory of its overlay. Raises DiskFullError, NodeError.
         """
+        running = not await self.is_paused()
         try:
             with disk_full_named(target):
-                await self._save(target, state)
+                await self.pause()
+                try:
+                    await self._migrate(target / STATE)
+                    await asyncio.to_thread(_copy_disk, state, target)
+                finally:
+                    # Also one that was paused: only then are its files its own again.
+                    await self._execute(*(("cont",) if running else ("cont", "stop")))
         except MonitorError as error:
             raise NodeError(f"QEMU does not save the machine: {error}") from error
 
-    async def _save(self, target: Path, state: Path) -> None:
+    async def _migrate(self, target: Path) -> None:
+        """The monitor is taken for moments only: QEMU serves one at a time, and a save may take minutes."""
+        fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            async with self.monitor() as qmp:
+                await qmp.give("state", fd)
+                await qmp.execute("migrate", {"uri": "fd:state"})
+        finally:
+            os.close(fd)
+        try:
+            await self._wait_saved(target)
+        except BaseException:
+            with contextlib.suppress(NodeError, SandboxLostError):
+                await self._execute("migrate_cancel")  # whose end would stop it again
+            raise
+
+    async def _wait_saved(self, target: Path) -> None:
+        end = time.monotonic() + SAVE_TIMEOUT_S
+        while not _is_saved(await self._query("query-migrate"), target):
+            if time.monotonic() > end:
+                raise NodeError(f"the machine was not saved within {SAVE_TIMEOUT_S:g} s")
+            await asyncio.sleep(_SAVE_POLL_S)
+
+    async def _query(self, command: str) -> Mapping[str, Any]:
         async with self.monitor() as qmp:
-            running = (await qmp.execute("query-status"))["running"]
-            await qmp.execute("stop")
-            try:
-                await _migrate(qmp, target / STATE)
-                await asyncio.to_thread(_copy_disk, state, target)
-            finally:
-                # Also one that was paused: only then are its files its own again.
-                await qmp.execute("cont")
-                if not running:
-                    await qmp.execute("stop")
+            return cast("Mapping[str, Any]", await qmp.execute(command))
+
+    async def agent_is_there(self) -> bool:
+        """Whether something inside has the agent's port open."""
+        async with self.monitor() as qmp:
+            return any(one["label"] == "agent" and one["frontend-open"] for one in await qmp.execute("query-chardev"))
 
     async def kill(self) -> None:
         """End it at once; returns when it is gone. Idempotent."""
@@ -354,23 +414,14 @@ class Q35Machine:
         self._words = -1
 
 
-async def _migrate(qmp: Monitor, target: Path) -> None:
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        await qmp.give("state", fd)
-        await qmp.execute("migrate", {"uri": "fd:state"})
-        end = time.monotonic() + SAVE_TIMEOUT_S
-        while (found := await qmp.execute("query-migrate")).get("status") != "completed":
-            if found.get("status") in ("failed", "cancelled"):
-                why = found.get("error-desc", "QEMU does not say why")
-                if shutil.disk_usage(target.parent).free < 1 << 20:
-                    raise OSError(28, f"the machine cannot be saved: {why}")
-                raise NodeError(f"the machine cannot be saved: {why}")
-            if time.monotonic() > end:
-                raise NodeError(f"the machine was not saved within {SAVE_TIMEOUT_S:g} s")
-            await asyncio.sleep(_POLL_S)
-    finally:
-        os.close(fd)
+def _is_saved(found: Mapping[str, Any], target: Path) -> bool:
+    """By what QEMU says of it. Raises NodeError with its reason when it has failed, OSError when the disk is full."""
+    if found.get("status") in ("failed", "cancelled"):
+        why = found.get("error-desc", "QEMU does not say why")
+        if shutil.disk_usage(target.parent).free < 1 << 20:
+            raise OSError(errno.ENOSPC, f"the machine cannot be saved: {why}")
+        raise NodeError(f"the machine cannot be saved: {why}")
+    return found.get("status") == "completed"
 
 
 def _copy_disk(state: Path, target: Path) -> None:

@@ -1,7 +1,7 @@
 """QEMU's command line for a PC of the q35 kind: any operating system, with firmware, a display and input. Pure.
 
 All files and sockets are descriptors that QEMU is started with, so it needs no path but those of its own installation.
-A machine that goes on from a saved one has the very same devices. It refuses nothing: what fits was decided before.
+A machine that goes on from a saved one has the very same devices. It refuses a disk smaller than its image.
 """
 
 from __future__ import annotations
@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from opendsec.errors import InvalidSpecError
 from opendsec.model.image import Devices, DiskFormat, Firmware, Graphics, Machine
 from opendsec.vm.base import Accelerator
 from opendsec.vm.qemu_line import escaped
 
+MIB = 1 << 20
 UEFI_CODE = "/usr/share/OVMF/OVMF_CODE_4M.fd"
 UEFI_VARIABLES = "/usr/share/OVMF/OVMF_VARS_4M.fd"
 SERIAL_PORT = "org.opendsec.agent"
@@ -29,11 +31,15 @@ DISPLAY, DISK, CARD, NET = "display0", "disk0", "card0", "net0"
 """Ids of devices that are spoken of later."""
 
 MONITOR_FD, SERIAL_FD, AGENT_FD = 40, 41, 42
-OVERLAY_FD, OVERLAY_READ_FD, BASE_FD = 43, 44, 45
+OVERLAY_FD, OVERLAY_READ_FD = 43, 44
 VARIABLES_FD, VARIABLES_READ_FD, TPM_FD, STATE_FD = 46, 47, 48, 49
-"""Descriptors of the new process."""
-_OVERLAY_SET, _BASE_SET, _VARIABLES_SET = 1, 2, 3
+DISKS_FD = 100
+"""Descriptors of the new process; from the last one on, the files of its image's disk, lowest first."""
+_OVERLAY_SET, _VARIABLES_SET, _DISKS_SET = 1, 3, 100
 _CONFINEMENT = "on,obsolete=deny,elevateprivileges=deny,spawn=deny,resourcecontrol=deny"
+_QUIETLY = ("-global", "migration.announce-rounds=0")
+"""Asked to announce itself after a restore, a Linux guest may deadlock when its network card goes down right then
+(6.12); nothing on its way has to learn where it is."""
 _ERRORS = "werror=report,rerror=report"
 """A guest whose host has no room gets an I/O error; the default would stop it for ever."""
 
@@ -50,6 +56,10 @@ class Q35Spec:
     screen: tuple[int, int]
     """Size in pixels the display says it likes best; a guest may choose another."""
     mac: str
+    disks: int = 1
+    """Files the image's disk is made of: the lowest has the machine's format, all above are qcow2."""
+    disk_bytes: int = 0
+    """Size of the disk as the guest sees it; 0: as its image says."""
     restored: bool = False
     """It goes on from the state that comes through STATE_FD."""
 
@@ -66,6 +76,26 @@ def cpus_of(machine: Machine, limit: float | None) -> int:
     return machine.cpus if limit is None else max(1, math.ceil(limit))
 
 
+def disk_bytes(machine: Machine, limit_mb: int | None) -> int:
+    """Size of the disk of a machine whose sandbox has such a limit, in MiB: it is made that large. Raises
+    InvalidSpecError for one the image's disk does not fit into."""
+    least = -(-machine.virtual_bytes // MIB)
+    if limit_mb is None:
+        return machine.virtual_bytes
+    if limit_mb < least:
+        raise InvalidSpecError(
+            f"disk_limit_mb: {limit_mb} MiB is less than the image's disk, which has {least}",
+            detail={"field": "disk_limit_mb", "least": least},
+            remedy="leave it out, or give at least that",
+        )
+    return limit_mb * MIB
+
+
+def size_of_disk(spec: Q35Spec) -> int:
+    """In bytes, as the guest sees it."""
+    return spec.disk_bytes or spec.machine.virtual_bytes
+
+
 def arguments(spec: Q35Spec) -> list[str]:
     """All arguments but the program's name. The machine waits for `cont`."""
     machine = spec.machine
@@ -73,9 +103,9 @@ def arguments(spec: Q35Spec) -> list[str]:
     argv += ["-nodefaults", "-no-user-config", "-display", "none", "-vnc", "none,share=force-shared", "-S"]
     argv += ["-chardev", f"socket,id=qmp,fd={MONITOR_FD},server=on,wait=off", "-mon", "chardev=qmp,mode=control"]
     argv += ["-chardev", f"socket,id=serial,fd={SERIAL_FD},server=on,wait=off", "-serial", "chardev:serial"]
-    argv += ["-rtc", "base=utc", "-boot", "strict=on,menu=off"]
+    argv += ["-rtc", "base=utc", "-boot", "strict=on,menu=off", *_QUIETLY]
     argv += _agent(machine) + _firmware(machine) + _tpm(machine)
-    argv += _disk(machine) + _network(spec) + _display(spec) + _input(machine)
+    argv += _disk(spec) + _network(spec) + _display(spec) + _input(machine)
     argv += ["-device", "virtio-rng-pci"] if machine.devices is Devices.VIRTIO else []
     argv += ["-incoming", f"fd:{STATE_FD}"] if spec.restored else []
     return [*argv, "-sandbox", _CONFINEMENT]
@@ -120,20 +150,24 @@ def _tpm(machine: Machine) -> list[str]:
     ]
 
 
-def _disk(machine: Machine) -> list[str]:
-    """An overlay of the sandbox's own on the image, whose file is never written."""
-    driver = "qcow2" if machine.format is DiskFormat.QCOW2 else "raw"
-    # A raw file names nothing; a qcow2 one might, and is told that there is nothing below it.
-    below = ",backing=" if machine.format is DiskFormat.QCOW2 else ""
-    base_file = f"file.driver=file,file.filename=/dev/fdset/{_BASE_SET},file.locking=off"
+def _disk(spec: Q35Spec) -> list[str]:
+    """An overlay of the sandbox's own on the files of the image, which are never written. Each names the one below it
+    here: what a header says of others is never looked at, also that of an image a stranger has made."""
+    argv: list[str] = []
+    below = ""
+    for number in range(spec.disks):
+        kind = spec.machine.format if number == 0 else DiskFormat.QCOW2
+        # A raw file names nothing; a qcow2 one might, and is told what is below it, or that nothing is.
+        backing = f",backing={below}" if kind is DiskFormat.QCOW2 else ""
+        place = f"file.driver=file,file.filename=/dev/fdset/{_DISKS_SET + number},file.locking=off"
+        below = f"layer{number}"
+        argv += ["-add-fd", f"fd={DISKS_FD + number},set={_DISKS_SET + number}"]
+        argv += ["-blockdev", f"driver={kind.value},node-name={below},read-only=on,{place}{backing}"]
     overlay_file = f"file.driver=file,file.filename=/dev/fdset/{_OVERLAY_SET},file.discard=unmap"
-    bootable = f"drive=overlay,id={DISK},bootindex=1,{_ERRORS}"
-    argv = ["-add-fd", f"fd={BASE_FD},set={_BASE_SET}"]
     argv += ["-add-fd", f"fd={OVERLAY_FD},set={_OVERLAY_SET}", "-add-fd", f"fd={OVERLAY_READ_FD},set={_OVERLAY_SET}"]
-    argv += ["-blockdev", f"driver={driver},node-name=base,read-only=on,{base_file}{below}"]
-    argv += ["-blockdev", f"driver=qcow2,node-name=overlay,backing=base,discard=unmap,{overlay_file}"]
-    kind = "virtio-blk-pci" if machine.devices is Devices.VIRTIO else "ide-hd"
-    return [*argv, "-device", f"{kind},{bootable}"]
+    argv += ["-blockdev", f"driver=qcow2,node-name=overlay,backing={below},discard=unmap,{overlay_file}"]
+    kind_of_device = "virtio-blk-pci" if spec.machine.devices is Devices.VIRTIO else "ide-hd"
+    return [*argv, "-device", f"{kind_of_device},drive=overlay,id={DISK},bootindex=1,{_ERRORS}"]
 
 
 def _network(spec: Q35Spec) -> list[str]:

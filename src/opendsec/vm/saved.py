@@ -15,8 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from opendsec.errors import SnapshotInvalidError
 from opendsec.vm.base import Binding, MachineSpec
+from opendsec.vm.binding_file import check_binding, invalid, read_bound, write_last
 
 MANIFEST = "machine.json"
 FORMAT = 1
@@ -78,47 +78,29 @@ def describe(binding: Binding, spec: MachineSpec, directory: Path, names: Sequen
 
 def write_manifest(directory: Path, saved: SavedMachine) -> None:
     """The last file to be written: without it there is no saved machine."""
-    partial = directory / f".{MANIFEST}"
-    partial.write_bytes(msgspec.json.encode(saved))
-    partial.rename(directory / MANIFEST)
+    write_last(directory, MANIFEST, saved)
 
 
 def read_manifest(directory: Path) -> SavedMachine:
     """What a saved machine says. Raises SnapshotInvalidError."""
-    try:
-        saved = msgspec.json.decode((directory / MANIFEST).read_bytes(), type=SavedMachine)
-    except (OSError, msgspec.DecodeError) as error:
-        raise _invalid(f"{MANIFEST} cannot be read: {error}") from error
-    if saved.format != FORMAT:
-        raise _invalid(f"it has format {saved.format}, this version reads {FORMAT}")
-    return saved
+    return read_bound(directory, MANIFEST, SavedMachine, known=FORMAT)
 
 
 def check_saved(directory: Path, binding: Binding, spec: MachineSpec) -> SavedMachine:
     """The manifest, if `directory` can be restored as `spec` here. Raises SnapshotInvalidError naming what differs."""
     saved = read_manifest(directory)
-    wanted = (
-        ("VMM", saved.vmm, binding.vmm),
-        ("VMM version", saved.version, binding.version),
-        ("accelerator", saved.accelerator, binding.accelerator.value),
-        ("processor model", saved.cpu_model, binding.cpu_model),
+    shape = (
         ("memory in MiB", saved.memory_mib, spec.memory_mib),
         ("number of processors", saved.cpus, spec.cpus),
         ("drives", saved.drives, tuple((drive.name, drive.read_only) for drive in spec.drives)),
         ("network card", saved.card, spec.card is not None),
         ("balloon", saved.balloon, spec.balloon),
     )
-    for what, had, have in wanted:
-        if had != have:
-            raise SnapshotInvalidError(
-                f"the saved machine is bound to another {what}: it has {had!r}, here it is {have!r}",
-                detail={"differs": what},
-                remedy="start it on a node like the one it was saved on, or make it anew",
-            )
+    check_binding(saved, binding, shape)
     for file in saved.files:
         _check_file(directory / file.name, file)
     if saved.base and not _has_size(Path(saved.base), saved.base_size):
-        raise _invalid(f"the memory it continues, {saved.base}, is gone or has another size")
+        raise invalid(f"the memory it continues, {saved.base}, is gone or has another size")
     return saved
 
 
@@ -133,9 +115,9 @@ def checksum(path: Path) -> int:
 
 def _check_file(path: Path, file: SavedFile) -> None:
     if "/" in file.name or not _has_size(path, file.size):
-        raise _invalid(f"{file.name} is missing or not {file.size} bytes long")
+        raise invalid(f"{file.name} is missing or not {file.size} bytes long")
     if file.crc32 is not None and checksum(path) != file.crc32:
-        raise _invalid(f"{file.name} is damaged: its checksum is another")
+        raise invalid(f"{file.name} is damaged: its checksum is another")
 
 
 def _has_size(path: Path, size: int) -> bool:
@@ -143,7 +125,3 @@ def _has_size(path: Path, size: int) -> bool:
         return path.stat().st_size == size
     except OSError:
         return False
-
-
-def _invalid(why: str) -> SnapshotInvalidError:
-    return SnapshotInvalidError(f"the saved machine cannot be used: {why}", remedy="make it anew")

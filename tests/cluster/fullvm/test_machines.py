@@ -50,7 +50,6 @@ def test_what_is_not_there_is_refused_by_name(platform: Platform, machine: opend
         ("no guest agent", machine.clipboard.get),
         ("does not offer 'pack'", lambda: machine.pack_diff("x")),
         ("reads no tablet", lambda: machine.mouse.click(10, 10)),
-        ("disk_limit_mb", lambda: platform.start(disk_limit_mb=64)),
         ("env: its image has no guest agent", lambda: platform.start(env={"A": "b"})),
     )
     for words, call in refused:

@@ -8,11 +8,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from opendsec.errors import NodeError, SnapshotInvalidError
+from opendsec.errors import InvalidSpecError, NodeError, SnapshotInvalidError
 from opendsec.model.image import Devices, DiskFormat, Firmware, Graphics, Machine
 from opendsec.vm.base import Accelerator, Binding
 from opendsec.vm.display import size_of_png
-from opendsec.vm.q35_line import Q35Spec, arguments, cpus_of, memory_limit_mib
+from opendsec.vm.q35_line import Q35Spec, arguments, cpus_of, disk_bytes, memory_limit_mib
 from opendsec.vm.q35_saved import check_saved, describe, read_saved, write_saved
 
 PLAIN = Machine(format=DiskFormat.QCOW2, virtual_bytes=1 << 30)
@@ -32,9 +32,35 @@ def test_no_file_of_the_host_is_named_and_qemu_is_confined() -> None:
         assert all(path.startswith(("/dev/fdset/", "/usr/share/OVMF/")) for path in paths), paths
         assert "elevateprivileges=deny" in words[words.index("-sandbox") + 1]
         assert "-S" in words
-    base = next(word for word in arguments(SPEC) if "node-name=base" in word)
-    assert base.endswith(",backing=")  # whatever a qcow2 file says, nothing is below it
-    assert "read-only=on" in base
+
+
+def test_each_file_of_a_disk_is_told_what_is_below_it() -> None:
+    """Whatever a qcow2 file says of it; a raw one says nothing."""
+
+    def nodes(format_: DiskFormat, disks: int) -> list[str]:
+        words = arguments(replace(SPEC, machine=replace(PLAIN, format=format_), disks=disks))
+        return [words[at + 1] for at, word in enumerate(words) if word == "-blockdev"]
+
+    lowest, middle, highest, overlay = nodes(DiskFormat.QCOW2, 3)
+    assert all("read-only=on" in one for one in (lowest, middle, highest))
+    assert "node-name=layer0," in lowest
+    assert lowest.endswith(",backing=")  # nothing
+    assert middle.startswith("driver=qcow2,node-name=layer1,")
+    assert middle.endswith(",backing=layer0")
+    assert highest.endswith(",backing=layer1")
+    assert "backing=layer2," in overlay
+    raw, overlay = nodes(DiskFormat.RAW, 1)
+    assert "backing" not in raw
+    assert raw.startswith("driver=raw,")
+    assert "backing=layer0," in overlay
+
+
+def test_a_limit_of_the_disk_is_its_size_and_not_below_the_image() -> None:
+    machine = replace(PLAIN, virtual_bytes=(1 << 30) + 512)
+    assert disk_bytes(machine, None) == machine.virtual_bytes
+    assert disk_bytes(machine, 2048) == 2 << 30
+    with pytest.raises(InvalidSpecError, match="disk_limit_mb: 1024 MiB is less than the image's disk, which has 1025"):
+        disk_bytes(machine, 1024)
 
 
 def test_a_restored_machine_has_the_same_devices() -> None:
@@ -60,6 +86,7 @@ def test_a_saved_machine_is_refused_for_whatever_differs(tmp_path: Path) -> None
         "processor model": (replace(BINDING, cpu_model="host"), SPEC),
         "memory in MiB": (BINDING, replace(SPEC, memory_mib=65)),
         "number of processors": (BINDING, replace(SPEC, cpus=1)),
+        "chain of disks": (BINDING, replace(SPEC, disks=2)),
         "devices": (BINDING, replace(SPEC, machine=replace(PLAIN, tpm=True))),
     }
     for what, (binding, spec) in others.items():
