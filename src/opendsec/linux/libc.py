@@ -81,6 +81,10 @@ RESOLVE_NO_SYMLINKS = 0x4
 RESOLVE_BENEATH = 0x8
 """linux/openat2.h"""
 
+RENAME_NOREPLACE = 0x1
+RENAME_EXCHANGE = 0x2
+"""linux/fs.h"""
+
 FALLOC_FL_KEEP_SIZE = 0x1
 FALLOC_FL_PUNCH_HOLE = 0x2
 """linux/falloc.h"""
@@ -112,6 +116,8 @@ _libc.unshare.argtypes = (ctypes.c_int,)
 _libc.unshare.restype = ctypes.c_int
 _libc.fallocate.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
 _libc.fallocate.restype = ctypes.c_int
+_libc.renameat2.argtypes = (ctypes.c_int, ctypes.c_char_p, ctypes.c_int, ctypes.c_char_p, ctypes.c_uint)
+_libc.renameat2.restype = ctypes.c_int
 _libc.syscall.restype = ctypes.c_long
 _libc.fanotify_init.argtypes = (ctypes.c_uint, ctypes.c_uint)
 _libc.fanotify_init.restype = ctypes.c_int
@@ -258,6 +264,12 @@ def mount_setattr(
 def fallocate(fd: int, mode: int, offset: int, length: int) -> None:
     """fallocate(2)."""
     _check(_libc.fallocate(fd, mode, offset, length), "fallocate")
+
+
+def renameat2(source: Path, target: Path, flags: int) -> None:
+    """renameat2(2). EEXIST: the target is there (RENAME_NOREPLACE); ENOENT: one of the two is not."""
+    result = _libc.renameat2(AT_FDCWD, os.fsencode(source), AT_FDCWD, os.fsencode(target), flags)
+    _check(result, "renameat2", target)
 
 
 def fanotify_init(flags: int, event_flags: int) -> int:

