@@ -59,6 +59,9 @@ class Surroundings(Protocol):
     @property
     def guest(self) -> Guest: ...
 
+    async def connected(self) -> Guest | None:
+        """The present connection, or the first one after a restart; None when the sandbox is ending."""
+
     async def reconnected(self, lost: Guest | None) -> Guest | None:
         """A connection that is not `lost`, once it is not parked; None when the sandbox has ended or is ending."""
 
@@ -261,7 +264,7 @@ class CommandBook:
             self._forget(command)
             self._finish(command, error=exc)
             return
-        await self._carry(command, self._around.guest, None)
+        await self._carry(command, await self._around.connected(), None)
 
     async def _carry(
         self, command: Command, guest: Guest | None, known: KnownCommand | None, *, fresh: bool | None = None

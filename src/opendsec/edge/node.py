@@ -28,6 +28,7 @@ from opendsec import errors
 from opendsec.backends.base import Backend
 from opendsec.edge import admission, journal, lifecycle, recovery
 from opendsec.edge.admission import AdmissionLimits, NodeFacts
+from opendsec.edge.connection import ASK_AT_ONCE
 from opendsec.edge.facts import measure
 from opendsec.edge.image_lookup import ImageLookup
 from opendsec.edge.images import ImageSource
@@ -153,6 +154,7 @@ class Node:
                 output_writer=output_writer,
                 recent=self._recent,
                 start_turns=asyncio.Semaphore(self.settings.start_concurrency),
+                asking=asyncio.Semaphore(ASK_AT_ONCE),
                 output_cap_bytes=self.settings.output_cap_bytes,
                 spawn=group.spawn,
                 on_change=self._timers.look,

@@ -8,7 +8,8 @@
 | …, paused              | and parked           | adopted as it is; its commands wait and go on with it   |
 | …, paused              | it runs still        | paused once more, for nobody was told it was resumed    |
 | created, started       | it lives, and is     | adopted without a connection, which is asked for while  |
-|                        | silent for now       | it lives (`REACH_S`); its commands wait for it          |
+|                        | silent for now, or   | it lives (`REACH_S`); its commands wait for it. A       |
+|                        | `ADOPT_S` are over   | paused one is met when it is resumed                    |
 | created, started       | it does not          | removed, `guest_lost`; its commands end `sandbox_ended` |
 | created, started       | we lack descriptors  | the edge ends: another one may have them                |
 | …, a damaged line      | no `ending`          | removed, `node_lost`; its commands end `sandbox_ended`  |
@@ -35,7 +36,8 @@ import msgspec
 from opendsec import errors
 from opendsec.backends.base import Backend, Capability, Handle, Parked, Running
 from opendsec.edge import journal
-from opendsec.edge.sandbox import Parts, Places, Sandbox, is_our_own_want
+from opendsec.edge.connection import is_our_own_want
+from opendsec.edge.sandbox import Parts, Places, Sandbox
 from opendsec.guest.base import GuestError, GuestLostError, KnownCommand
 from opendsec.model.ids import SandboxId, is_id_of
 from opendsec.model.node import SandboxEnd
@@ -45,7 +47,9 @@ from opendsec.server.streams import first_failure
 log = logging.getLogger(__name__)
 
 LOCK_WAIT_S = 10.0
-ADOPT_AT_ONCE = 64
+ADOPT_S = 10.0
+"""An edge answers no later: who has not been met by then is asked on, beside everything else."""
+PAUSE_S = 5.0
 ADOPT_TRIES = 3
 ADOPT_PAUSE_S = 0.5
 
@@ -189,7 +193,7 @@ async def adopt_all(
     enrol: Enrol,
 ) -> None:
     """Make sandboxes of everything found, many at a time. Raises BackendUnavailableError, NodeError."""
-    turns = asyncio.Semaphore(ADOPT_AT_ONCE)
+    until = asyncio.get_running_loop().time() + ADOPT_S
     _settle_slots(found)
     for what in found:
         _require_backend(what, backends, unavailable)
@@ -199,8 +203,7 @@ async def adopt_all(
         sandbox = _restored(what, parts, backend, places(what.created.sandbox_id))
         enrol(sandbox, live=what.ended is None)
         if what.ended is None:
-            async with turns:
-                await _take_over(sandbox, what)
+            await _take_over(sandbox, what, parts.asking, until)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -252,7 +255,7 @@ def _restored(what: Found, parts: Parts, backend: Backend, where: Places) -> San
     return sandbox
 
 
-async def _take_over(sandbox: Sandbox, what: Found) -> None:
+async def _take_over(sandbox: Sandbox, what: Found, asking: asyncio.Semaphore, until: float) -> None:
     if what.ending is not None:
         await sandbox.commands.close_unfinished()
         sandbox.finish_removal(what.ending.reason, what.ending.detail)
@@ -261,23 +264,30 @@ async def _take_over(sandbox: Sandbox, what: Found) -> None:
         sandbox.finish_removal(SandboxEnd.NODE_LOST, what.damage)
     elif sandbox.handle is None:
         sandbox.finish_removal(SandboxEnd.START_FAILED, "the edge was restarted while it was starting")
-    elif why := await _adopt(sandbox, sandbox.handle, paused=what.paused):
+    elif why := await _adopt(sandbox, sandbox.handle, asking, until, paused=what.paused):
         await sandbox.commands.close_unfinished()
         sandbox.finish_removal(SandboxEnd.GUEST_LOST, why)
 
 
-async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
+async def _adopt(sandbox: Sandbox, handle: Handle, asking: asyncio.Semaphore, until: float, *, paused: bool) -> str:
     """Take a running sandbox over; else why it cannot be. Raises NodeError when that is no fault of the sandbox."""
+    time_limit = asyncio.timeout_at(until)
     try:
-        again = await _found_again(sandbox.backend, handle, paused=paused)
+        async with time_limit, asking:
+            again = await _found_again(sandbox.backend, handle, paused=paused)
+    except TimeoutError as exc:
+        if not (time_limit.expired() and paused and await _still_paused(sandbox, handle)):
+            _not_met(sandbox, exc)
+            _go_on_unreached(sandbox, handle, paused=paused)
+        return ""
     except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
-        log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
+        _not_met(sandbox, exc)
         if is_our_own_want(exc):
             raise errors.NodeError(
                 f"sandbox {sandbox.sandbox_id} cannot be taken over: {exc}",
                 remedy="raise the edge's limits (LimitNOFILE, MemoryMax) and start it again; its sandboxes run on",
             ) from exc
-        if isinstance(exc, GuestLostError | errors.NodeError | TimeoutError):
+        if isinstance(exc, GuestLostError | errors.NodeError):
             _go_on_unreached(sandbox, handle, paused=paused)
             return ""
         return f"it did not answer the restarted edge: {exc}"
@@ -287,6 +297,23 @@ async def _adopt(sandbox: Sandbox, handle: Handle, *, paused: bool) -> str:
         sandbox.journal.append_soon(journal.PauseState(paused=again.paused))
     _go_on(sandbox, again)
     return ""
+
+
+def _not_met(sandbox: Sandbox, why: Exception) -> None:
+    reason = str(why) or "there was no time to ask"
+    log.warning("not_adopted", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": reason}})
+
+
+async def _still_paused(sandbox: Sandbox, handle: Handle) -> bool:
+    """Take over one that was paused and could not be met in time: it stays so. Whether it is."""
+    if not sandbox.backend.parks:
+        try:
+            async with asyncio.timeout(PAUSE_S):
+                await sandbox.backend.pause(handle)  # asking may have let it go on
+        except (errors.OpenDSecError, OSError):
+            return False
+    _go_on(sandbox, _Again(found=Parked(handle=handle), paused=True))
+    return True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

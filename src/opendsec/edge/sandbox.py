@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
@@ -21,6 +20,7 @@ from opendsec.backends.base import Backend, Capability, Handle, Parked, Running,
 from opendsec.edge import journal, lifecycle
 from opendsec.edge.command import Command
 from opendsec.edge.commands import CommandBook
+from opendsec.edge.connection import Connection
 from opendsec.edge.lifecycle import Instruction, Life
 from opendsec.edge.origins import Origins
 from opendsec.edge.recorder import RecentOutputs
@@ -39,23 +39,7 @@ REMOVE_RETRY_S = 0.5
 REMOVE_RETRY_MAX_S = 30.0
 LAST_OUTPUT_S = 1.0
 """How long a stopped guest's connection may take to deliver what is still in it."""
-PING_EVERY_S = 30.0
-PING_ANSWER_S = 60.0
-"""A busy machine may keep a guest waiting for long; one that is silent for so long is taken for lost."""
-RECONNECTS = 20
-RECONNECT_TRIES = 3
-"""Of one reconnect; a backend waits long for an answer each time."""
-RECONNECT_PAUSE_S = 0.5
-"""After each, for what fails at once."""
-REACH_S = 900.0
-"""How long one that a new edge found alive may keep silent: whole systems boot in that time, emulated."""
-REACH_PAUSE_S = 2.0
-AT_ONCE_S = 5.0
-"""Who ends a connection so soon after it was made is not slow: RECONNECT_TRIES of them, and the guest is lost."""
-RECONNECT_WINDOW_S = 10.0
-"""More reconnects within this window mean that the guest cannot be talked to."""
 _IN_BETWEEN = frozenset({SandboxState.CREATING, SandboxState.PAUSING, SandboxState.RESUMING})
-NO_GUEST = "the sandbox has no guest agent yet"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,6 +51,8 @@ class Parts:
     output_writer: WriterThread
     recent: RecentOutputs
     start_turns: asyncio.Semaphore
+    asking: asyncio.Semaphore
+    """Turns to ask a guest of an earlier edge."""
     output_cap_bytes: int
     spawn: Callable[[Coroutine[Any, Any, None], str], asyncio.Task[None]]
     on_change: Callable[[Sandbox], None]
@@ -125,16 +111,14 @@ class Sandbox:
             first=created.first_command,
             sessions=created.sessions,
         )
+        self.connection = Connection(self, parts.asking)
         self.turn = asyncio.Lock()
         """Held while its state or its changes are being saved."""
         self._parts = parts
-        self._guest: Guest | None = None
         self._start_failure: errors.OpenDSecError | None = None
         """When it is about what was asked for: told as it is, since a repeat would fail alike."""
         self._work_begun = 0
-        self._reconnecting = asyncio.Lock()
         self._updating = asyncio.Lock()
-        self._reconnects: list[float] = []
         self._pending: asyncio.Task[None] | None = None
         self._waiters: list[asyncio.Future[None]] = []
 
@@ -151,9 +135,7 @@ class Sandbox:
     @property
     def guest(self) -> Guest:
         """The present connection. Raises ConflictError before there is one."""
-        if self._guest is None:
-            raise errors.ConflictError(NO_GUEST, sandbox_id=self.sandbox_id)
-        return self._guest
+        return self.connection.guest
 
     def status(self, *, with_usage: bool = False) -> SandboxStatus:
         """As the API tells it."""
@@ -191,7 +173,7 @@ class Sandbox:
     async def wait_ready(self) -> None:
         """Until it runs. Raises StartError when it could not be started, SandboxExitedError when it ended meanwhile."""
         while self.life.state is SandboxState.CREATING:
-            await self._changed()
+            await self.changed()
         if self.life.end_reason is SandboxEnd.START_FAILED:
             await self.wait_ended()
             if self._start_failure is not None:
@@ -210,14 +192,14 @@ class Sandbox:
     async def wait_ended(self) -> None:
         """Until nothing of it is left."""
         while self.live:
-            await self._changed()
+            await self.changed()
 
     async def pause(self) -> None:
         """Pause it; at once when it is paused. Raises UnsupportedError, ConflictError, SandboxExitedError."""
         self.require(Capability.PAUSE)
         self.apply(lifecycle.PauseRequested(time.monotonic()))
         while self.life.state is SandboxState.PAUSING:
-            await self._changed()
+            await self.changed()
         if self.life.state is SandboxState.RUNNING:
             raise errors.SandboxError(
                 "the sandbox could not be paused; it goes on running", sandbox_id=self.sandbox_id, retryable=True
@@ -232,7 +214,7 @@ class Sandbox:
                 self.apply(lifecycle.ResumeRequested(time.monotonic()))
             elif self.life.end_reason is not None:
                 lifecycle.refuse_unless_running(self.life)
-            await self._changed()
+            await self.changed()
 
     async def update(self, *, lifetime: Lifetime | None, labels: Mapping[str, str] | None) -> None:
         """Change lifetime and labels, in the journal first. What is None stays, whoever else changes it meanwhile."""
@@ -250,6 +232,7 @@ class Sandbox:
         """While an operation other than a command is in progress: it is running, and its idle time does not pass."""
         if needs is not None:
             self.require(needs)
+        await self.connection.settled()
         await self.resume()
         self.work_begun()
         then = self.life
@@ -271,7 +254,7 @@ class Sandbox:
         """
         self.require(what)
         while self.life.state in _IN_BETWEEN:
-            await self._changed()
+            await self.changed()
         parked = self.backend.parks and self.life.state is SandboxState.PAUSED
         if parked:
             await self.resume()
@@ -282,7 +265,7 @@ class Sandbox:
             yield self.handle
         finally:
             self.apply(lifecycle.PackEnded(time.monotonic()))
-            self._wake_waiters()
+            self.wake()
             if parked and then == (self._work_begun, self.life.pauses) and self.life.state is SandboxState.RUNNING:
                 self.apply(lifecycle.PauseRequested(time.monotonic()))
 
@@ -330,7 +313,7 @@ class Sandbox:
     def never_began(self, detail: str) -> None:
         """It could not even be journalled; whoever waits for it is told."""
         self.life = lifecycle.ended(self.life, SandboxEnd.START_FAILED, detail, time.monotonic())
-        self._wake_waiters()
+        self.wake()
 
     def begin(self, image: Image) -> None:
         """Start it; the journal has its first line already."""
@@ -349,14 +332,8 @@ class Sandbox:
             log.debug(
                 "sandbox_state", extra={"fields": {"sandbox_id": self.sandbox_id, "state": self.life.state.value}}
             )
-            self._wake_waiters()
+            self.wake()
         self._parts.on_change(self)
-
-    def _wake_waiters(self) -> None:
-        waiters, self._waiters = self._waiters, []
-        for waiter in waiters:
-            if not waiter.done():
-                waiter.set_result(None)
 
     def _perform(self, instruction: Instruction) -> None:
         if instruction is Instruction.CANCEL_PENDING:
@@ -380,16 +357,11 @@ class Sandbox:
             self.journal.close_soon()
             self._parts.on_ended(self)
 
-    async def _changed(self) -> None:
-        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiters.append(waiter)
-        await waiter
-
     async def _start(self, image: Image) -> None:
         try:
             async with self._parts.start_turns:
                 running = await self.backend.start(await self._start_plan(image))
-                self.handle, self._guest = running.handle, running.guest
+                self.handle, self.connection.present = running.handle, running.guest
             ready_at = time.time()
             await self.journal.append(_started_record(running.handle, ready_at))
         except asyncio.CancelledError:
@@ -401,7 +373,7 @@ class Sandbox:
             self.apply(lifecycle.StartFailed(time.monotonic(), str(exc)))
             return
         self.ready_at = ready_at
-        self._watch_guest(running.guest)
+        self.connection.met(running.guest)
         self.apply(lifecycle.Started(time.monotonic()))
         if self.origin:
             self.commands.take_over_inherited()
@@ -437,8 +409,8 @@ class Sandbox:
         try:
             await self.journal.append(journal.PauseState(paused=True))
             await self.backend.pause(self.handle)
-            if self.backend.parks and self._guest is not None:
-                await self._guest.aclose()  # nothing is at its other end
+            if self.backend.parks and self.connection.present is not None:
+                await self.connection.present.aclose()  # nothing is at its other end
         except asyncio.CancelledError:
             self._settle_cancelled(lifecycle.PauseFailed(time.monotonic()))
             return
@@ -453,8 +425,8 @@ class Sandbox:
         assert self.handle is not None
         try:
             await self.backend.resume(self.handle)
-            if self.backend.parks:
-                await self._meet_again(self.handle)
+            if self.backend.parks or self.connection.present is None:
+                await self.connection.meet_again(self.handle)
             await self.journal.append(journal.PauseState(paused=False))
         except asyncio.CancelledError:
             self._settle_cancelled(lifecycle.ResumeFailed(time.monotonic(), "cancelled"))
@@ -463,15 +435,6 @@ class Sandbox:
             self.apply(lifecycle.ResumeFailed(time.monotonic(), str(exc)))
             return
         self.apply(lifecycle.Resumed(time.monotonic()))
-
-    async def _meet_again(self, handle: Handle) -> None:
-        """The new connection of one that was parked. Raises SandboxLostError."""
-        self._reconnects.clear()  # no fault of the guest's
-        guest = await self._reconnect(handle)
-        if guest is None:
-            raise errors.SandboxLostError("its guest agent does not answer after it was resumed")
-        self._guest = guest
-        self._watch_guest(guest)
 
     async def _remove(self) -> None:
         delay = REMOVE_RETRY_S
@@ -491,15 +454,16 @@ class Sandbox:
     async def _remove_once(self) -> None:
         if self.handle is not None:
             await self.backend.stop(self.handle, grace_s=0.0)
-        if self._guest is not None:
+        guest = self.connection.present
+        if guest is not None:
             if self.commands.running:
                 with contextlib.suppress(TimeoutError):
                     async with asyncio.timeout(LAST_OUTPUT_S):
-                        await self._guest.wait_closed()
-            await self._guest.aclose()
+                        await guest.wait_closed()
+            await guest.aclose()
         await self.commands.wait_idle()
         while self.life.packing:  # it gives up as soon as it sees that the sandbox ends
-            await self._changed()
+            await self.changed()
         await self.backend.destroy(
             self.sandbox_id, self.handle, state_dir=self.places.state, run_dir=self.places.run, slot=self.slot
         )
@@ -509,81 +473,29 @@ class Sandbox:
 
     # The connection
 
-    def _watch_guest(self, guest: Guest) -> None:
-        async def watch() -> None:
-            while not await _closed_within(guest, PING_EVERY_S):
-                if self._may_answer() and self.life.busy and not await self._answers(guest):
-                    log.warning("guest_silent", extra={"fields": {"sandbox_id": self.sandbox_id}})
-                    await guest.aclose()
-            await self.reconnected(guest)
-
-        self.spawn(watch(), "guest")
-
-    async def _answers(self, guest: Guest) -> bool:
-        """Whether a guest that has work still speaks: a connection that is silent for ever would hold up everybody
-        who waits for that work. A paused one is excused, and one that stands still to be packed.
-        """
-        try:
-            async with asyncio.timeout(PING_ANSWER_S):
-                await guest.ping()
-        except TimeoutError:
-            return not self._may_answer()
-        except (GuestLostError, GuestError):
-            return True  # the end of the connection is seen by itself
-        return True
-
-    def _may_answer(self) -> bool:
-        return self.life.state is SandboxState.RUNNING and not self.life.packing
+    async def connected(self) -> Guest | None:
+        """The present connection; waits for the first one after a restart. None when the sandbox is ending."""
+        return self.connection.present or await self.connection.reconnected(None)
 
     async def reconnected(self, lost: Guest | None) -> Guest | None:
-        """A connection that is not `lost`, once the sandbox is not parked; None when it is ending, which it does when
-        there is no other.
-        """
-        while self.life.end_reason is None and self.handle is not None:
-            async with self._reconnecting:
-                if lifecycle.connection_wanted(self.life, parks=self.backend.parks):
-                    guest = await self._another_guest(lost, self.handle)
-                    if guest is not None:
-                        return guest
-            await self._not_parked()
-        return None
+        """A connection that is not `lost`, once the sandbox is not parked; None when it is ending."""
+        return await self.connection.reconnected(lost)
 
-    async def _not_parked(self) -> None:
-        """Until a connection is wanted again, or it is ending."""
-        while self.life.end_reason is None and not lifecycle.connection_wanted(self.life, parks=self.backend.parks):
-            await self._changed()
+    async def changed(self) -> None:
+        """Until its state is another, or `wake` was called."""
+        waiter: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiters.append(waiter)
+        await waiter
 
-    async def _another_guest(self, lost: Guest | None, handle: Handle) -> Guest | None:
-        """None: the sandbox is ending or being parked."""
-        if self._guest is not None and self._guest is not lost and not self._guest.closed:
-            return self._guest
-        then = self.life
-        guest = await self._reconnect(handle)
-        if guest is None:
-            if not lifecycle.parked_since(self.life, then, parks=self.backend.parks):
-                reason, detail = self._why_lost()
-                self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
-            return None
-        self._guest = guest
-        self._watch_guest(guest)
-        return guest
+    def wake(self) -> None:
+        """Whoever waits for a change looks again."""
+        waiters, self._waiters = self._waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
 
-    async def _reconnect(self, handle: Handle) -> Guest | None:
-        now = time.monotonic()
-        self._reconnects = [at for at in self._reconnects if now - at < RECONNECT_WINDOW_S] + [now]
-        if len(self._reconnects) > RECONNECTS:
-            return None
-        failures, then = 0, self.life
-        while failures < RECONNECT_TRIES and self.life.end_reason is None and self.life.pauses == then.pauses:
-            try:
-                return await self.backend.reconnect(handle)
-            except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
-                failures += not is_our_own_want(exc)
-                log.warning("reconnect_failed", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
-            await asyncio.sleep(RECONNECT_PAUSE_S)
-        return None
-
-    def _why_lost(self) -> tuple[SandboxEnd, str]:
+    def why_lost(self) -> tuple[SandboxEnd, str]:
+        """What is told of one whose guest agent is gone."""
         killed = self.usage().oom_kills
         if killed and killed > self.commands.oom_kills:
             return SandboxEnd.OOM, "its guest agent was killed for lack of memory"
@@ -592,12 +504,12 @@ class Sandbox:
     # After a restart of the edge
 
     def adopt(self, found: Running | Parked, *, paused: bool) -> None:
-        """It runs (or is paused): take it over. A parked one is not woken, and what it was at waits."""
+        """It runs (or is paused): take it over. A parked one is not woken, nor one that is paused and did not answer in
+        time, and what it was at waits."""
         self.handle = found.handle
         self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic(), paused=paused)
         if isinstance(found, Running):
-            self._guest = found.guest
-            self._watch_guest(found.guest)
+            self.connection.met(found.guest)
 
     def adopt_unreached(self) -> None:
         """It lives, and has not answered yet: take it over without a connection, and go on asking for one. Commands
@@ -605,44 +517,7 @@ class Sandbox:
         """
         assert self.handle is not None
         self.life = lifecycle.adopt(self.spec.lifetime, self.life.created_at, time.monotonic())
-        self.spawn(self._reach(self.handle), "reach")
-
-    async def _reach(self, handle: Handle) -> None:
-        until = time.monotonic() + REACH_S
-        wrong = 0
-        async with self._reconnecting:
-            while lifecycle.connection_wanted(self.life, parks=self.backend.parks):
-                then, begun = self.life, time.monotonic()
-                try:
-                    if await self._reached(handle):
-                        return
-                except (errors.OpenDSecError, OSError, GuestError, GuestLostError) as exc:
-                    log.warning("not_reached", extra={"fields": {"sandbox_id": self.sandbox_id, "reason": str(exc)}})
-                    if isinstance(exc, GuestLostError) and time.monotonic() < begun + AT_ONCE_S:
-                        wrong += 1
-                    too_late = wrong >= RECONNECT_TRIES or time.monotonic() > until
-                    if too_late and self.life.pauses == then.pauses and not is_our_own_want(exc):
-                        detail = f"it did not answer the restarted edge: {exc}"
-                        self.apply(lifecycle.Perished(time.monotonic(), SandboxEnd.GUEST_LOST, detail))
-                        return
-                await asyncio.sleep(REACH_PAUSE_S)
-
-    async def _reached(self, handle: Handle) -> bool:
-        """Whether there is nothing more to ask for. Raises what the backend does."""
-        if not self.backend.parks and Capability.PAUSE in self.backend.capabilities and self._may_answer():
-            await self.backend.resume(handle)  # an edge that died within a pack has left it standing still
-        found = await self.backend.recover(handle)
-        if isinstance(found, Running):
-            self._guest = found.guest
-            self._watch_guest(found.guest)
-            return True
-        if found is None:
-            reason, detail = self._why_lost()
-            self.apply(lifecycle.Perished(time.monotonic(), reason, detail))
-            return True
-        if self._may_answer():
-            await self.backend.resume(handle)  # nobody was told that it was paused
-        return False
+        self.connection.reach(self.handle)
 
     def finish_removal(self, reason: SandboxEnd, detail: str) -> None:
         """It was ending, or nothing of it runs any more: remove what is left."""
@@ -653,20 +528,6 @@ class Sandbox:
         """It had ended before; it is kept for those who still ask."""
         self.ended_at = ended_at
         self.life = lifecycle.ended(self.life, reason, detail, time.monotonic() - max(0.0, time.time() - ended_at))
-
-
-def is_our_own_want(error: Exception) -> bool:
-    """Whether it says something of this process (no descriptors, no memory), and nothing of a sandbox."""
-    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
-
-
-async def _closed_within(guest: Guest, seconds: float) -> bool:
-    try:
-        async with asyncio.timeout(seconds):
-            await guest.wait_closed()
-    except TimeoutError:
-        return False
-    return True
 
 
 def _started_record(handle: Handle, ready_at: float) -> journal.Started:

@@ -16,9 +16,8 @@ from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run,
 
 from opendsec.backends.base import Handle, Running, StartPlan
 from opendsec.backends.dummy import DummyBackend
-from opendsec.edge import commands, journal, lifecycle
+from opendsec.edge import commands, connection, journal, lifecycle
 from opendsec.edge import node as node_module
-from opendsec.edge import sandbox as sandbox_module
 from opendsec.edge.admission import AdmissionLimits
 from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, Slots
@@ -175,7 +174,7 @@ class Unreachable(DummyBackend):
 async def test_a_lost_connection_is_taken_up_again_when_there_are_descriptors(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandbox_module, "RECONNECT_PAUSE_S", 0.001)
+    monkeypatch.setattr(connection, "RECONNECT_PAUSE_S", 0.001)
     backend = Unreachable(errno.EMFILE, times=20)
     async with edge(tmp_path, backend) as node:
         sandbox = await created(node)
@@ -185,7 +184,7 @@ async def test_a_lost_connection_is_taken_up_again_when_there_are_descriptors(
 
 
 async def test_a_guest_that_cannot_be_reached_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandbox_module, "RECONNECT_PAUSE_S", 0.001)
+    monkeypatch.setattr(connection, "RECONNECT_PAUSE_S", 0.001)
     async with edge(tmp_path, Unreachable(errno.ECONNREFUSED, times=20)) as node:
         sandbox = await created(node)
         await sandbox.guest.aclose()
@@ -529,8 +528,8 @@ async def test_guest_gone_for_good_fails_the_sandbox(node: Node) -> None:
 async def test_a_guest_that_says_nothing_any_more_is_connected_anew(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opendsec.edge.sandbox.PING_EVERY_S", 0.01)
-    monkeypatch.setattr("opendsec.edge.sandbox.PING_ANSWER_S", 0.01)
+    monkeypatch.setattr("opendsec.edge.connection.PING_EVERY_S", 0.01)
+    monkeypatch.setattr("opendsec.edge.connection.PING_ANSWER_S", 0.01)
     sandbox = await created(node)
     silent = sandbox.guest
     asked = asyncio.Event()
@@ -548,7 +547,7 @@ async def test_a_guest_that_says_nothing_any_more_is_connected_anew(
 
 
 async def test_an_idle_guest_is_not_asked(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("opendsec.edge.sandbox.PING_EVERY_S", 0.005)
+    monkeypatch.setattr("opendsec.edge.connection.PING_EVERY_S", 0.005)
     sandbox = await created(node)
     asked = 0
 

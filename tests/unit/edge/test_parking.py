@@ -16,7 +16,7 @@ from tests.unit.edge.edges import created, edge, ended, output, run, until
 
 from opendsec.backends.base import Handle
 from opendsec.backends.dummy import DummyBackend
-from opendsec.edge import sandbox as sandbox_module
+from opendsec.edge import connection
 from opendsec.errors import NodeError, SandboxLostError
 from opendsec.guest.base import Guest, GuestLostError
 from opendsec.model.command import EndReason, ExecRequest
@@ -45,7 +45,7 @@ async def test_more_pauses_than_lost_connections_are_forgiven(tmp_path: Path) ->
     async with edge(tmp_path, DummyBackend(parks=True)) as node:
         sandbox = await created(node)
         command = await sandbox.submit(ExecRequest(script="sleep 0.3; echo still here"))
-        for _ in range(3 * sandbox_module.RECONNECTS):
+        for _ in range(3 * connection.RECONNECTS):
             await sandbox.pause()
             await sandbox.resume()
         await ended(command)
@@ -184,7 +184,7 @@ async def test_one_that_does_not_answer_after_its_resume_is_lost(
         async def reconnect(self, handle: Handle) -> Guest | None:
             raise GuestLostError("no answer")
 
-    monkeypatch.setattr(sandbox_module, "RECONNECT_PAUSE_S", 0.01)
+    monkeypatch.setattr(connection, "RECONNECT_PAUSE_S", 0.01)
     async with edge(tmp_path, Deaf(parks=True)) as node:
         sandbox = await created(node)
         await sandbox.pause()

@@ -20,8 +20,7 @@ from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, run,
 from opendsec.backends import dummy_machine
 from opendsec.backends.base import Handle, Parked, Running
 from opendsec.backends.dummy import DummyBackend
-from opendsec.edge import journal, node, recovery
-from opendsec.edge import sandbox as sandboxes
+from opendsec.edge import connection, journal, node, recovery
 from opendsec.edge.node import Node
 from opendsec.edge.sandbox import Sandbox
 from opendsec.edge.writer import WriterThread
@@ -32,6 +31,7 @@ from opendsec.errors import (
     HostCapabilityError,
     NodeError,
     OpenDSecError,
+    SandboxLostError,
     StartError,
 )
 from opendsec.guest.base import GuestLostError
@@ -403,7 +403,7 @@ class Slow(DummyBackend):
 async def test_one_that_is_slow_to_answer_is_kept_with_its_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, paused: bool
 ) -> None:
-    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
+    monkeypatch.setattr(connection, "REACH_PAUSE_S", 0.05)
     backend = Slow()
     async with edge(tmp_path, backend) as first:
         sandbox = await created(first)
@@ -428,8 +428,8 @@ async def test_one_that_is_slow_to_answer_is_kept_with_its_commands(
 async def test_one_that_is_silent_for_ever_is_ended_and_holds_up_nobody(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
-    monkeypatch.setattr(sandboxes, "REACH_S", 0.5)
+    monkeypatch.setattr(connection, "REACH_PAUSE_S", 0.05)
+    monkeypatch.setattr(connection, "REACH_S", 0.5)
     backend = Slow()
     async with edge(tmp_path, backend) as first:
         silent = await created(first)
@@ -445,7 +445,7 @@ async def test_one_that_is_silent_for_ever_is_ended_and_holds_up_nobody(
 
 
 async def test_one_that_is_silent_can_be_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sandboxes, "REACH_PAUSE_S", 0.05)
+    monkeypatch.setattr(connection, "REACH_PAUSE_S", 0.05)
     backend = Slow()
     async with edge(tmp_path, backend) as first:
         silent = await created(first)
@@ -454,6 +454,103 @@ async def test_one_that_is_silent_can_be_deleted(tmp_path: Path, monkeypatch: py
     async with edge(tmp_path, backend) as second:
         await second.get(silent.sandbox_id, project=None).delete()
         nothing_left_over(second, tmp_path, backend)
+
+
+class Silent(DummyBackend):
+    """`recover` and `reconnect` of those say nothing until they may speak, then what is true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.silent: set[str] = set()
+        self.asked = self.most = 0
+        self.speak = asyncio.Event()
+
+    async def recover(self, handle: Handle) -> Running | Parked | None:
+        await self._heard(handle)
+        return await super().recover(handle)
+
+    async def _heard(self, handle: Handle) -> None:
+        self.asked += 1
+        self.most = max(self.most, self.asked)
+        try:
+            if handle.sandbox_id in self.silent:
+                await self.speak.wait()
+        finally:
+            self.asked -= 1
+
+
+async def test_hundreds_of_silent_ones_hold_up_neither_the_edge_nor_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "ADOPT_S", 0.3)
+    monkeypatch.setattr(connection, "ASK_FIRST_S", 0.2)
+    monkeypatch.setattr(connection, "ASK_MOST_S", 0.4)
+    monkeypatch.setattr(connection, "REACH_PAUSE_S", 0.01)
+    backend = Silent()
+    async with edge(tmp_path, backend) as first:
+        many = await asyncio.gather(*(created(first) for _ in range(300)))
+        speaks = await created(first)
+    backend.silent = {one.sandbox_id for one in many}
+    async with edge(tmp_path, backend) as second:
+        assert (await run(await created(second), "exit 3")).exit_code == 3
+        speaks = second.get(speaks.sandbox_id, project=None)
+        assert (await run(speaks, "exit 4")).exit_code == 4, "it is met though 300 others are silent"
+        waiting = await second.get(many[0].sandbox_id, project=None).submit(ExecRequest(script="exit 5"))
+        assert backend.most <= connection.ASK_AT_ONCE
+        assert all(second.get(one.sandbox_id, project=None).live for one in many)
+        backend.speak.set()
+        assert (await ended(waiting)).result is not None
+        assert waiting.result is not None
+        assert waiting.result.exit_code == 5
+        await asyncio.gather(*(run(second.get(one.sandbox_id, project=None), "exit 0") for one in many))
+        assert backend.most <= connection.ASK_AT_ONCE
+
+
+async def test_a_file_waits_for_a_guest_that_a_new_edge_has_not_met(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "ADOPT_S", 0.05)
+    backend = Silent()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+    backend.silent = {sandbox.sandbox_id}
+
+    async def use(which: Sandbox) -> bool:
+        async with which.working() as guest:
+            return not guest.closed
+
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project=None)
+        monkeypatch.setattr(connection, "MET_S", 0.05)
+        with pytest.raises(SandboxLostError, match="not answered the restarted edge") as raised:
+            await use(sandbox)
+        assert raised.value.retryable
+        monkeypatch.setattr(connection, "MET_S", 60.0)
+        using = asyncio.ensure_future(use(sandbox))
+        backend.speak.set()
+        assert await using
+
+
+async def test_one_that_is_paused_and_was_not_met_in_time_stays_paused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(recovery, "ADOPT_S", 0.05)
+    backend = Silent()
+    async with edge(tmp_path, backend) as first:
+        sandbox = await created(first)
+        going_on = await sandbox.submit(ExecRequest(script="echo before; sleep 0.3; exit 5"))
+        await until(lambda: going_on.stdout.total > 0)
+        await sandbox.pause()
+    backend.silent = {sandbox.sandbox_id}
+    async with edge(tmp_path, backend) as second:
+        sandbox = second.get(sandbox.sandbox_id, project=None)
+        assert sandbox.state is SandboxState.PAUSED
+        assert backend._machines[sandbox.sandbox_id].frozen
+        await sandbox.resume()
+        again = await ended(sandbox.commands.get("cmd-1"))
+        assert again.result is not None
+        assert again.result.exit_code == 5
+        assert (await run(sandbox, "exit 3")).exit_code == 3
 
 
 async def test_edges_with_one_run_directory_do_not_touch_each_others(tmp_path: Path) -> None:
