@@ -222,6 +222,12 @@ def _check_images(spec: SandboxSpec) -> None:
 
 def check_spec(spec: SandboxSpec) -> SandboxSpec:
     """The spec itself if every field is good. Raises InvalidSpecError or UnsupportedError naming the field."""
+    if spec.backend is BackendKind.FNCALL:
+        raise UnsupportedError(
+            "backend: fncall carries out calls and has no sandboxes",
+            detail={"field": "backend"},
+            remedy="send a call to POST /v1/fncalls (client.fncall, `opendsec fncall run`); for a sandbox use container",
+        )
     if spec.snapshot is not None:
         _check_from_snapshot(spec, spec.snapshot)
     else:

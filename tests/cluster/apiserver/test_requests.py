@@ -38,6 +38,17 @@ async def test_create_get_list_and_delete(start: Start) -> None:
         assert (await platform.client.get("/v1/sandboxes?state=running")).json()["items"] == []
 
 
+@pytest.mark.parametrize("path", ["/v1/sandboxes", "/v1/sandbox-batches"])
+async def test_a_sandbox_of_the_backend_of_calls_is_refused_with_what_to_use(start: Start, path: str) -> None:
+    async with start("local") as platform:
+        wanted = {"spec": {"image": "debian", "backend": "fncall"}, **({"count": 2} if "batches" in path else {})}
+        refused = await platform.client.post(path, json=wanted)
+        assert error_of(refused) == (501, "unsupported", "backend")
+        assert "has no sandboxes" in refused.json()["error"]["message"]
+        assert "POST /v1/fncalls" in refused.json()["error"]["remedy"]
+        assert not platform.edges["local"].requests
+
+
 async def test_request_id_is_taken_echoed_and_passed_on(start: Start) -> None:
     async with start("local") as platform:
         made = await platform.client.post("/v1/sandboxes", json=SPEC, headers={"X-Request-Id": "abc-1"})
