@@ -7,8 +7,11 @@
  *   a byte     from the port: as a key, and the port hears it twice
  *   a button   the square at 40,20 becomes yellow (left) or white (right), and green when it is let go
  *   F1         720 x 400 text mode; F2: back to mode 13h and the picture as at start
+ *   F3         the last key's character goes to the second sector of the disk, and to the port ("!": it could not)
+ *   F4         the character there goes to the port
  */
         .code16
+        .set    noted, 0x7e00           /* a sector behind this one */
         .globl _start
 _start: xorw    %ax, %ax
         movw    %ax, %ds
@@ -48,6 +51,12 @@ loop:   sti
         je      text
         cmpb    $0x3c, %ah              /* F2 */
         je      again
+        movw    $0x0301, %cx
+        cmpb    $0x3d, %ah              /* F3 */
+        je      disk
+        movb    $2, %ch
+        cmpb    $0x3e, %ah              /* F4 */
+        je      disk
         call    typed
         jmp     loop
 2:      movw    $0x3fd, %dx
@@ -66,7 +75,21 @@ text:   movw    $3, %ax
         int     $0x10
         jmp     loop
 
-typed:  call    put
+disk:   movw    %cx, %ax                /* write or read one sector */
+        pushw   $0
+        pop     %es
+        movw    $noted, %bx
+        movw    $2, %cx
+        movw    $0x80, %dx
+        int     $0x13
+        movb    noted, %al
+        jnc     7f
+        movb    $'!', %al
+7:      call    put
+        jmp     loop
+
+typed:  movb    %al, noted
+        call    put
         movw    keys, %bx
         cmpw    $30, %bx
         jae     4f

@@ -21,6 +21,7 @@ from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image, ImageConfig
 from opendsec.model.node import BackendReport
 from opendsec.model.spec import BackendKind, SandboxSpec
+from opendsec.store.disk_changes import Written
 
 
 class Capability(StrEnum):
@@ -119,6 +120,15 @@ class Changes:
     """Descriptors of the directories of the image's layers, topmost first; they belong to the backend."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DiskChanges:
+    """What a sandbox that is a machine with a disk has written."""
+
+    written: Written
+    whole: bool
+    """Its file systems were made whole on the disk first; else it is as after a power cut."""
+
+
 class Backend(ABC):
     """One kind of isolation on this node."""
 
@@ -173,7 +183,8 @@ class Backend(ABC):
 
     @abstractmethod
     async def reconnect(self, handle: Handle) -> Guest | None:
-        """A new connection after one was lost. None: the agent is gone for good. Raises GuestLostError as `recover`."""
+        """A new connection after one was lost. None: the agent is gone for good. Raises GuestLostError as `recover`,
+        GuestGoneError for a None with the words to tell."""
 
     @abstractmethod
     async def pause(self, handle: Handle) -> None:
@@ -183,7 +194,7 @@ class Backend(ABC):
     async def resume(self, handle: Handle) -> None:
         """Undo `pause`. Idempotent."""
 
-    def changes(self, handle: Handle, *, image: Image) -> AbstractAsyncContextManager[Changes]:
+    def changes(self, handle: Handle, *, image: Image) -> AbstractAsyncContextManager[Changes | DiskChanges]:
         """What the sandbox has written, while it stands still: no process of it runs until the block is left.
 
         A paused one stays paused; pause, resume and reconnect wait for the end of the block; stop and destroy do not.

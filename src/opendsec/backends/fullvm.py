@@ -1,6 +1,6 @@
 """Sandboxes as whole PCs: any operating system from an image that is a disk, with a screen, input and a serial line.
 
-One start is: the image's file (a layer of the store, never written) → an overlay of the sandbox's own → control groups
+One start is: the image's files (layers of the store, never written) → an overlay of the sandbox's own → control groups
 → a room without rights → QEMU, standing still → a network for the room → the serial line is recorded → it runs. With
 our agent inside it is ready when that has answered; without, when it runs. Afterwards it needs nothing of this process:
 it is found again by pid and start time and by the sockets of its run directory.
@@ -10,8 +10,7 @@ it is found again by pid and start time and by the sockets of its run directory.
 
 Its network is the container backend's, with QEMU's own user-mode network between: the guest gets an address by DHCP and
 reaches what the room may reach. Refuses by name what a foreign operating system cannot be held to: a limit of
-processes, a limit of the disk (which is as large as its image says), users, environment and directories where no agent
-is inside.
+processes, and users, environment and directories where no agent is inside.
 """
 
 from __future__ import annotations
@@ -19,68 +18,60 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import secrets
-import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
-from opendsec.backends.base import Backend, Capability, Handle, Running, StartPlan, Usage
+from opendsec.backends.base import Backend, Capability, DiskChanges, Handle, Running, StartPlan, Usage
 from opendsec.backends.console import Console
 from opendsec.backends.container_policy import host_root
 from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
+from opendsec.backends.fullvm_meeting import ENDED, meet, once
 from opendsec.backends.fullvm_ports import dial_forwarded
 from opendsec.backends.fullvm_renewal import renew
+from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
+from opendsec.backends.fullvm_stillness import quiet
 from opendsec.backends.ground import Ground, network_of
 from opendsec.errors import (
     BackendUnavailableError,
     HostCapabilityError,
-    InvalidSpecError,
     NodeError,
     OpenDSecError,
     SandboxLostError,
     StartError,
-    UnsupportedError,
 )
-from opendsec.guest.base import Guest, GuestLostError, GuestStream
-from opendsec.guest.channel import connect
+from opendsec.guest.base import Guest, GuestGoneError, GuestLostError, GuestStream
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.network import SandboxNetwork, raise_loopback
 from opendsec.linux.node_number import NodeNumber
 from opendsec.linux.probe import Remembered
 from opendsec.linux.process import ProcessIdentity, identify
 from opendsec.model.ids import SandboxId
-from opendsec.model.image import ImageConfig, Machine
+from opendsec.model.image import Image, ImageConfig
 from opendsec.model.node import BackendReport
-from opendsec.model.spec import BackendKind, SandboxSpec
+from opendsec.model.spec import BackendKind
+from opendsec.store.disk_changes import Written
 from opendsec.store.durable import disk_full_named
 from opendsec.store.mounts import LayerMounts
-from opendsec.vm.q35 import AGENT_SOCKET, Q35, Places, Q35Machine
-from opendsec.vm.q35_line import Q35Spec, cpus_of, disk_bytes, memory_limit_mib
+from opendsec.vm.q35 import AGENT_SOCKET, OVERLAY, Q35, Places, Q35Machine
+from opendsec.vm.q35_line import Q35Spec, memory_limit_mib, size_of_disk
 from opendsec.vm.q35_room import Entered
-from opendsec.vm.q35_saved import Saved, check_saved, describe, read_saved, write_saved
+from opendsec.vm.q35_saved import check_saved, describe, read_saved, write_saved
 
 MIB = 1024 * 1024
-DEFAULT_SCREEN = (1280, 800)
-AGENT_TIMEOUT_S = 900.0
-"""For a whole system to boot, emulated and on a busy host."""
-GREETING_S, AGAIN_S = 20.0, 0.2
-"""How long one greeting is given, and the pause before the next."""
 GONE_TIMEOUT_S = 20.0
 OFF_S = 1.0
 """For a machine to switch itself off once its programs had their grace."""
 THREADS = 512
 """Threads of one QEMU at most."""
-MAX_SOCKET_PATH = 107
-"""unix(7)"""
 _ALWAYS = (
     Capability.PAUSE,
+    Capability.PACK,
     Capability.SNAPSHOT,
     Capability.DISK_LIMIT,
     Capability.RECOVER,
@@ -191,9 +182,9 @@ class FullVmBackend(Backend):
     # ── start ───────────────────────────────────────────────────────────────────────────────────────────────────────
 
     async def start(self, plan: StartPlan) -> Running:
-        machine = self._check(plan)
+        machine = machine_of(plan)
         saved = None if plan.snapshot is None else await asyncio.to_thread(read_saved, plan.snapshot)
-        spec = self._spec(plan.spec, machine, saved, disks=len(plan.image.layers))
+        spec = shape_of(plan, machine, saved, self._qemu.binding.accelerator)
         if saved is not None:
             check_saved(saved, self._qemu.binding, spec)
         try:
@@ -202,7 +193,7 @@ class FullVmBackend(Backend):
                 handle = self._handle(plan, spec, live)
                 self._live[plan.sandbox_id] = live
                 await live.machine.resume()
-                guest = await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
+                guest = await self._guest(handle, live)
                 if guest.is_machine or (saved is not None and live.agent):
                     await renew(guest)
             except BaseException:
@@ -216,40 +207,6 @@ class FullVmBackend(Backend):
                 raise
             raise StartError(f"the machine could not be started: {error}", sandbox_id=plan.sandbox_id) from error
         return Running(handle=handle, guest=guest)
-
-    def _check(self, plan: StartPlan) -> Machine:
-        machine = plan.image.config.machine
-        if machine is None:
-            raise InvalidSpecError(
-                f"image: {plan.image.name!r} is no disk; a full VM starts from one",
-                detail={"field": "image"},
-                remedy="import one with `opendsec image import --disk`",
-            )
-        if len(os.fsencode(plan.run_dir / AGENT_SOCKET)) > MAX_SOCKET_PATH:
-            raise HostCapabilityError(
-                f"{plan.run_dir}/{AGENT_SOCKET} is longer than a socket's path can be ({MAX_SOCKET_PATH} bytes)",
-                detail={"probe": "run_dir"},
-                remedy="use a shorter OPENDSEC_RUN_DIR",
-            )
-        given = {"env": plan.spec.env, "workdir": plan.spec.workdir, "init_user": plan.spec.init_user}
-        for name, value in given.items():
-            if value and not machine.agent:
-                raise UnsupportedError(f"{name}: {NO_AGENT}", detail={"field": name}, remedy=REMEDY)
-        return machine
-
-    def _spec(self, spec: SandboxSpec, machine: Machine, saved: Saved | None, *, disks: int) -> Q35Spec:
-        limits = spec.resources
-        return Q35Spec(
-            machine=machine,
-            accelerator=self._qemu.binding.accelerator,
-            memory_mib=limits.memory_limit_mb or machine.memory_mb,
-            cpus=cpus_of(machine, limits.cpu_cores_limit),
-            screen=DEFAULT_SCREEN if saved is None else saved.screen,
-            mac=_new_mac() if saved is None else saved.mac,
-            disks=disks,
-            disk_bytes=disk_bytes(machine, limits.disk_limit_mb) if saved is None else saved.disk_bytes,
-            restored=saved is not None,
-        )
 
     async def _started(self, plan: StartPlan, spec: Q35Spec) -> _Live:
         """A machine that stands still, in its groups, with its network, and its serial line recorded."""
@@ -301,6 +258,7 @@ class FullVmBackend(Backend):
                 "run": str(plan.run_dir),
                 "state": str(plan.state_dir),
                 "spec": msgspec.json.encode(spec).decode("ascii"),
+                "layers": encode_layers(plan.image.layers),
             },
         )
 
@@ -311,11 +269,17 @@ class FullVmBackend(Backend):
         live = await self._found(handle)
         if live is None:
             return None
-        return Running(handle=handle, guest=await self._guest(handle, live, timeout_s=GREETING_S))
+        return Running(handle=handle, guest=await once(self._guest(handle, live)))
 
-    async def reconnect(self, handle: Handle) -> Guest | None:
+    async def reconnect(self, handle: Handle) -> Guest:
+        """Raises GuestGoneError with what is gone; NodeError. An agent nobody can see is waited for as long as a whole
+        system may take to boot: it may have restarted."""
         live = await self._found(handle)
-        return None if live is None else await self._guest(handle, live, timeout_s=AGENT_TIMEOUT_S)
+        if live is None:
+            raise GuestGoneError(ENDED)
+        async with live.machine.turn(timeout_s=None):
+            pass  # one that is saved or packed cannot answer
+        return await self._guest(handle, live)
 
     async def pause(self, handle: Handle) -> None:
         live = await self._required(handle)
@@ -331,9 +295,26 @@ class FullVmBackend(Backend):
         live = await self._required(handle)
         async with live.machine.turn():
             await live.machine.save(target, Path(str(handle.data["state"])))
-            saved = describe(self._qemu.binding, _spec_of(handle), target)
+            saved = describe(self._qemu.binding, shape_in(handle), target)
             with disk_full_named(target):
                 write_saved(target, saved)
+
+    @contextlib.asynccontextmanager
+    async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[DiskChanges]:
+        """Of the disk. With an agent inside, and awake, its file systems are made whole first."""
+        live = await self._required(handle)
+        written = Written(
+            overlay=Path(str(handle.data["state"])) / OVERLAY,
+            size_bytes=size_of_disk(shape_in(handle)),
+            layers=image.layers,
+            files=await asyncio.to_thread(self._layers.disk_files, image),
+        )
+        async with live.machine.turn(), contextlib.AsyncExitStack() as stack:
+            whole = False
+            if live.agent and live.guest is not None and not await live.machine.is_paused():
+                whole = await stack.enter_async_context(quiet(live.guest))
+            async with live.machine.still():
+                yield DiskChanges(written=written, whole=whole)
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         live = await self._found(handle)
@@ -423,8 +404,9 @@ class FullVmBackend(Backend):
             identity = ProcessIdentity(int(data["pid"]), int(data["start_ticks"]))
             machine = self._qemu.find(identity, Path(str(data["run"])))
             if machine is not None:
+                await asyncio.to_thread(self._layers.hold, layers_in(handle))
                 console = await MachineConsole.connect(machine, Path(str(data["state"])))
-                live = _Live(machine=machine, console=console, agent=_spec_of(handle).machine.agent)
+                live = _Live(machine=machine, console=console, agent=shape_in(handle).machine.agent)
                 self._live[handle.sandbox_id] = live
         if live is not None and live.machine.has_ended():
             await self._forget(handle.sandbox_id)
@@ -437,14 +419,13 @@ class FullVmBackend(Backend):
             raise SandboxLostError("the machine is gone", sandbox_id=handle.sandbox_id)
         return live
 
-    async def _guest(self, handle: Handle, live: _Live, *, timeout_s: float) -> Guest:
-        """A new connection to its agent; without one, what stands for it. Raises GuestLostError."""
+    async def _guest(self, handle: Handle, live: _Live) -> Guest:
+        """A new connection to its agent; without one, what stands for it. Raises as `meet`."""
         if live.guest is not None:
             await live.guest.aclose()  # the port takes one connection after the other
             live.guest = None
         if live.agent:
-            path = Path(str(handle.data["run"])) / AGENT_SOCKET
-            live.guest = await _unless_ended(live.machine, _greeted(path, timeout_s))
+            live.guest = await meet(live.machine, Path(str(handle.data["run"])) / AGENT_SOCKET)
         else:
 
             async def dial(port: int) -> GuestStream:
@@ -452,40 +433,6 @@ class FullVmBackend(Backend):
 
             live.guest = SilentGuest(live.machine.wait_ended, dial)
         return live.guest
-
-
-def _spec_of(handle: Handle) -> Q35Spec:
-    return msgspec.json.decode(str(handle.data["spec"]), type=Q35Spec)
-
-
-def _new_mac() -> str:
-    """Of QEMU's range. Networks are one for each machine, so it need not be anybody else's."""
-    return "52:54:00:" + ":".join(f"{byte:02x}" for byte in secrets.token_bytes(3))
-
-
-async def _greeted(path: Path, timeout_s: float) -> Guest:
-    """Greet again and again: an agent that is started anew knows nothing of what was said to the one before."""
-    end = time.monotonic() + timeout_s
-    while True:
-        try:
-            return await connect(path, min(GREETING_S, timeout_s))
-        except GuestLostError:
-            if time.monotonic() > end:
-                raise
-        await asyncio.sleep(AGAIN_S)
-
-
-async def _unless_ended(machine: Q35Machine, connecting: Coroutine[Any, Any, Guest]) -> Guest:
-    """Nobody waits for the agent of a machine that is gone."""
-    work, end = asyncio.ensure_future(connecting), asyncio.ensure_future(machine.wait_ended())
-    try:
-        await asyncio.wait((work, end), return_when=asyncio.FIRST_COMPLETED)
-        if not work.done():
-            raise GuestLostError("the machine ended before its guest agent answered")
-        return work.result()
-    finally:
-        work.cancel()
-        end.cancel()
 
 
 def _empty(*directories: Path) -> None:

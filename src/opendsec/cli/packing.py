@@ -79,10 +79,12 @@ def sentences(result: PackResult) -> list[str]:
     """What a person wants to know about it."""
     told = []
     if result.changed:
-        amount = f"{result.files} entries, {size(result.bytes)}"
+        amount = f"{result.files} entries, {size(result.bytes)}" if result.files else size(result.layer_bytes)
         told.append(f"packed {amount} in {result.duration_s:.2f} s; it stood still for {result.frozen_ms:.0f} ms")
     else:
         told.append("nothing has changed: no image was made, what follows is the source's")
+    if result.crash_consistent:
+        told.append("its disk is as after a power cut: nobody inside made its file systems whole first")
     if result.left_out:
         shown = ", ".join(result.left_out_paths[:_SHOWN])
         more = ", …" if len(result.left_out_paths) > _SHOWN else ""

@@ -21,7 +21,7 @@ from opendsec import errors
 from opendsec.backends.base import Backend, Capability, Handle, Running
 from opendsec.edge import lifecycle
 from opendsec.edge.lifecycle import Life
-from opendsec.guest.base import Guest, GuestError, GuestLostError
+from opendsec.guest.base import Guest, GuestError, GuestGoneError, GuestLostError
 from opendsec.model.ids import SandboxId
 from opendsec.model.node import SandboxEnd, SandboxState
 
@@ -83,6 +83,8 @@ class Connection:
         self._turn = asyncio.Lock()
         self._reconnects: list[float] = []
         self._reaching = False
+        self._gone = ""
+        """What is gone, in the backend's words."""
         self.present: Guest | None = None
 
     @property
@@ -196,6 +198,9 @@ class Connection:
         while failures < RECONNECT_TRIES and around.life.end_reason is None and around.life.pauses == then.pauses:
             try:
                 return await around.backend.reconnect(handle)
+            except GuestGoneError as exc:
+                self._gone = str(exc)
+                return None
             except (errors.OpenDSecError, OSError, GuestLostError, GuestError) as exc:
                 failures += not is_our_own_want(exc)
                 log.warning("reconnect_failed", extra={"fields": {"sandbox_id": around.sandbox_id, "reason": str(exc)}})
@@ -204,6 +209,8 @@ class Connection:
 
     def _perish(self, detail: str = "") -> None:
         reason, told = (SandboxEnd.GUEST_LOST, detail) if detail else self._around.why_lost()
+        if reason is SandboxEnd.GUEST_LOST:
+            told = self._gone or told
         self._around.apply(lifecycle.Perished(time.monotonic(), reason, told))
 
     # ── after a restart of the edge ─────────────────────────────────────────────────────────────────────────────────

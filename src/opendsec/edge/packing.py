@@ -21,10 +21,10 @@ from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from opendsec import errors
-from opendsec.backends.base import Capability, Changes, Handle
+from opendsec.backends.base import Capability, Changes, DiskChanges, Handle
 from opendsec.edge import lifecycle
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import SandboxId, check_image_name
@@ -32,6 +32,7 @@ from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.model.node import SandboxState
 from opendsec.store.below import Below
 from opendsec.store.compose import pinned, split_reference
+from opendsec.store.disk_changes import pack_change
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.packing import Selection, homes_in, on_top, pack_layer, select
 from opendsec.store.progress import Progress
@@ -118,9 +119,11 @@ class _Made:
     name: str
     digest: str
     changed: bool
-    selection: Selection
+    selection: Selection | None
+    """None: of a disk, in which nobody looks for files."""
     layer: str = ""
     layer_bytes: int = 0
+    crash_consistent: bool = False
 
 
 class Packing:
@@ -135,6 +138,8 @@ class Packing:
     def begin(self, sandbox: Sandbox, request: PackRequest, *, key: str | None) -> Pack:
         """Start a pack, or find the one of this key. Raises InvalidSpecError, and ConflictError when it was another."""
         check_request(request)
+        if sandbox.image_config.machine is not None:
+            check_disk_request(request)
         place = (sandbox.sandbox_id, secrets.token_hex(8) if key is None else key)
         known = self._packs.get(place)
         if known is not None:
@@ -204,8 +209,10 @@ class Packing:
                 await still.aclose()
                 await asyncio.wait({making})  # it has ended, or gives up within moments
 
-    def _make(self, pack: Pack, changes: Changes, image: Image, on_read: Callable[[], None]) -> _Made:
+    def _make(self, pack: Pack, changes: Changes | DiskChanges, image: Image, on_read: Callable[[], None]) -> _Made:
         """In a thread."""
+        if isinstance(changes, DiskChanges):
+            return self._make_of_disk(pack, changes, image, on_read)
         request = pack.request
         below = Below(changes.lower)
         env = (image.config.env, pack.sandbox.spec.env)
@@ -247,13 +254,40 @@ class Packing:
             layer_bytes=layer.layer.size_bytes,
         )
 
-    def _unchanged(self, pack: Pack, image: Image, selection: Selection) -> _Made:
+    def _make_of_disk(self, pack: Pack, changes: DiskChanges, image: Image, on_read: Callable[[], None]) -> _Made:
+        """In a thread."""
+        request, machine = pack.request, image.config.machine
+        assert machine is not None
+        with self._store.staging() as work:
+            packed = pack_change(self._store, work, changes.written, on_progress=pack.tell, on_read=on_read)
+            if packed is None:
+                return self._unchanged(pack, image, None)
+            pack.tell(Progress(phase="publishing"))
+            made = self._store.publish(
+                request.name,
+                layers=packed.chain,
+                config=replace(image.config, machine=replace(machine, virtual_bytes=changes.written.size_bytes)),
+                source=_source_text(pack.sandbox),
+                replace=request.replace,
+            )
+        return _Made(
+            image=pinned(made),
+            name=made.name,
+            digest=made.digest,
+            changed=True,
+            selection=None,
+            layer=packed.layer.digest,
+            layer_bytes=packed.layer.size_bytes,
+            crash_consistent=not changes.whole,
+        )
+
+    def _unchanged(self, pack: Pack, image: Image, selection: Selection | None) -> _Made:
         """The source image itself; a composition has no reference of its own, so it gets the name."""
         request, parts = pack.request, pack.sandbox.image_parts
         if request.alone:
             raise errors.ConflictError(
                 "nothing has changed in the sandbox: there is no layer to make an image of",
-                detail={"left_out": selection.left_out},
+                detail={"left_out": selection.left_out if selection is not None else 0},
             )
         if len(parts) == 1 and parts[0].digest == image.digest:
             return _Made(
@@ -280,6 +314,20 @@ def check_request(request: PackRequest) -> None:
     check_patterns(request.keep, "keep")
 
 
+def check_disk_request(request: PackRequest) -> None:
+    """Raises InvalidSpecError naming the field that a disk cannot be packed with: it is another operating system's,
+    and nobody here looks into it."""
+    given = {
+        "scrub": (bool(request.scrub), "nobody looks for files in the disk of a full VM, so none are left out"),
+        "keep": (bool(request.keep), "nobody looks for files in the disk of a full VM, so all are kept"),
+        "alone": (request.alone, "what a full VM has written is of no use without the disk below it"),
+        "role": (request.role in (LayerRole.BASE, LayerRole.TOOLKIT), "what a full VM has written becomes a disk"),
+    }
+    for name, (is_given, why) in given.items():
+        if is_given:
+            raise errors.InvalidSpecError(f"{name}: {why}", detail={"field": name}, remedy="leave it out")
+
+
 def _source(sandbox: Sandbox) -> Image:
     """What it was started from, as its journal says."""
     if not sandbox.image_layers and not sandbox.image_parts:
@@ -302,19 +350,25 @@ def _source_text(sandbox: Sandbox) -> str:
 
 def _result(made: _Made, *, frozen_s: float, duration_s: float) -> PackResult:
     selection = made.selection
-    return PackResult(
+    result = PackResult(
         image=made.image,
         name=made.name,
         digest=made.digest,
         changed=made.changed,
         layer=made.layer,
         layer_bytes=made.layer_bytes,
+        crash_consistent=made.crash_consistent,
+        frozen_ms=round(frozen_s * 1000, 3),
+        duration_s=round(duration_s, 4),
+    )
+    if selection is None:
+        return result
+    return replace(
+        result,
         files=selection.files if made.changed else 0,
         bytes=selection.facts.size_bytes if made.changed else 0,
         left_out=selection.left_out,
         left_out_paths=selection.left_out_paths,
         fell_back=selection.fell_back,
         fell_back_paths=selection.fell_back_paths,
-        frozen_ms=round(frozen_s * 1000, 3),
-        duration_s=round(duration_s, 4),
     )

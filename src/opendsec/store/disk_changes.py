@@ -127,9 +127,10 @@ def stage_change(
     check_overlay(overlay, size_bytes=size_bytes)
     if not holds_anything(overlay):
         return None
-    on_progress(Progress(phase="writing the layer"))
+    writing = Progress(phase="writing the layer")
+    on_progress(writing)
     target = work / "change"
-    _fold(target, [overlay], size_bytes=size_bytes)
+    _fold(target, [overlay], size_bytes=size_bytes, on_tick=lambda: on_progress(writing))
     on_progress(Progress(phase="hashing"))
     return store.stage_layer(target, role=LayerRole.DISK)
 
@@ -150,9 +151,10 @@ def on_top_of(
         raise ConflictError("the change is, byte for byte, the disk it lies on", retryable=False)
     if len(layers) < most:
         return [*layers, layer]
-    on_progress(Progress(phase="merging layers"))
+    merging = Progress(phase="merging layers")
+    on_progress(merging)
     target = work / "merged"
-    _fold(target, [*files[1:], layer.meta], size_bytes=size_bytes)
+    _fold(target, [*files[1:], layer.meta], size_bytes=size_bytes, on_tick=lambda: on_progress(merging))
     return [layers[0], store.stage_layer(target, role=LayerRole.DISK)]
 
 
@@ -187,7 +189,7 @@ def _read_at(fd: int, at: int, length: int) -> bytes:
     return found
 
 
-def _fold(target: Path, differences: Sequence[Path], *, size_bytes: int) -> None:
+def _fold(target: Path, differences: Sequence[Path], *, size_bytes: int, on_tick: Callable[[], None]) -> None:
     """A new file that shows what these show, lowest first, on whatever is below them.
 
     Each is laid over those before it: of each the clusters that are its own, whole.
@@ -197,7 +199,7 @@ def _fold(target: Path, differences: Sequence[Path], *, size_bytes: int) -> None
         for one in differences:
             source = os.open(one, os.O_RDONLY | os.O_CLOEXEC)
             stack.callback(os.close, source)
-            _lay_over(writer, source, size_bytes=size_bytes)
+            _lay_over(writer, source, size_bytes=size_bytes, on_tick=on_tick)
             os.fsync(writer)
 
 
@@ -213,7 +215,7 @@ def _of_nobody(path: Path) -> Iterator[int]:
         os.close(fd)
 
 
-def _lay_over(target: int, source: int, *, size_bytes: int) -> None:
+def _lay_over(target: int, source: int, *, size_bytes: int, on_tick: Callable[[], None]) -> None:
     """Below both lies something that is never read: with nothing there, what a difference does not hold would count as
     zeros."""
     limit = os.fstat(target).st_size + os.fstat(source).st_size + _ROOM_BYTES
@@ -222,7 +224,8 @@ def _lay_over(target: int, source: int, *, size_bytes: int) -> None:
     given = [f"driver=qcow2,file.driver=file,file.filename=/dev/fd/{one},file.locking=off,{below}" for one in numbers]
     argv = [*confined(fsize=limit, cpu_s=CONVERT_CPU_S), find_program("qemu-img"), "convert"]
     argv += ["-n", "-B", "below", "-F", "raw", "--image-opts", "--target-image-opts", *given]
-    ended = run_program(argv, timeout_s=CONVERT_TIMEOUT_S, fds=dict(zip(numbers, (source, target), strict=True)))
+    fds = dict(zip(numbers, (source, target), strict=True))
+    ended = run_program(argv, timeout_s=CONVERT_TIMEOUT_S, fds=fds, on_tick=on_tick)
     if ended.status != 0:
         words = "; ".join(ended.tail[-3:]) or f"status {ended.status}"
         if os.strerror(errno.ENOSPC) in words:

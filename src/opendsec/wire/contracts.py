@@ -257,6 +257,8 @@ class PackResult:
     """Paths among those left out that show an older version of the source image again."""
     fell_back_paths: tuple[str, ...] = ()
     """The first 100 of them."""
+    crash_consistent: bool = False
+    """The disk of a full VM, as after a power cut: its file systems were not made whole on it first."""
     frozen_ms: float = 0.0
     """How long the sandbox's processes stood still; 0 when it was paused."""
     duration_s: float = 0.0

@@ -128,3 +128,20 @@ def machine(platform: Platform) -> Iterator[opendsec.sync.Sandbox]:
     sandbox = platform.start()
     yield sandbox
     sandbox.stop()
+
+
+def noted(machine: opendsec.sync.Sandbox) -> str:
+    """What its operating system reads from its disk."""
+    at = len(machine.serial.read())
+    machine.keyboard.press("f4")
+    until(lambda: len(machine.serial.read(at)) == 1)
+    return machine.serial.read(at).decode("latin-1")
+
+
+def note(machine: opendsec.sync.Sandbox, character: str) -> None:
+    """It writes the character to its disk."""
+    at = len(machine.serial.read())
+    machine.keyboard.press(character)
+    machine.keyboard.press("f3")
+    until(lambda: len(machine.serial.read(at)) == 2)
+    assert machine.serial.read(at) == character.encode() * 2

@@ -48,7 +48,6 @@ def test_what_is_not_there_is_refused_by_name(platform: Platform, machine: opend
         ("no guest agent", lambda: machine.run_shell("true")),
         ("no guest agent", lambda: machine.files.read("/etc/passwd")),
         ("no guest agent", machine.clipboard.get),
-        ("does not offer 'pack'", lambda: machine.pack_diff("x")),
         ("reads no tablet", lambda: machine.mouse.click(10, 10)),
         ("env: its image has no guest agent", lambda: platform.start(env={"A": "b"})),
     )

@@ -11,7 +11,7 @@ from typing import cast
 
 import pytest
 
-from opendsec.backends import fullvm
+from opendsec.backends import fullvm_meeting
 from opendsec.backends.base import Handle
 from opendsec.backends.fullvm import FullVmBackend, _Live
 from opendsec.backends.fullvm_console import MachineConsole
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def test_a_hung_agent_is_not_waited_for_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fullvm, "GREETING_S", 0.2)
+    monkeypatch.setattr(fullvm_meeting, "GREETING_S", 0.2)
     backend = FullVmBackend(
         layers=cast("LayerMounts", None),
         state_dir=tmp_path,
