@@ -14,14 +14,21 @@ import os
 import select
 import signal
 import subprocess
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import IO
+
+from opendsec.linux.collecting import Collected, exchange
 
 _MINIMAL_ENV: Mapping[str, str] = {
     "PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin",
     "LC_ALL": "C.UTF-8",
 }
+MAX_OUTPUT_BYTES = 16 * 1024 * 1024
+"""Of each stream of a program whose output is collected; one that writes more is ended."""
 _STDERR_TAIL_BYTES = 2000
 _GATE = 'read -r _ || exit 1; exec "$@" </dev/null'
 
@@ -39,6 +46,16 @@ class ProgramError(OSError):
         how = f"was killed by signal {-status}" if status < 0 else f"ended with status {status}"
         words = self.stderr.decode(errors="replace").strip()
         super().__init__(errno.EIO, f"{argv[0]} {how}" + (f": {words}" if words else ""))
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
+class OutputTooLongError(OSError):
+    """A program wrote more than its caller would keep; it was killed, and nothing of its output is told."""
+
+    def __init__(self, argv: Sequence[str], limit: int) -> None:
+        super().__init__(errno.EFBIG, f"{argv[0]} wrote more than {limit} bytes, and was ended")
 
     def __str__(self) -> str:
         return str(self.strerror)
@@ -74,11 +91,13 @@ async def run(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
+    limit: int = MAX_OUTPUT_BYTES,
 ) -> Finished:
     """Run a program in a session of its own and return when it has ended and its output is complete.
 
-    `env` defaults to a PATH and a UTF-8 locale only. Raises ProgramError (`check`), TimeoutError, FileNotFoundError.
-    On a time-out or cancellation the program's whole process group is killed and reaped first.
+    `env` defaults to a PATH and a UTF-8 locale only. `limit`: bytes of stdout and of stderr that are kept at most.
+    Raises ProgramError (`check`), OutputTooLongError, TimeoutError, FileNotFoundError.
+    On a time-out, cancellation or too much output the program's whole process group is killed and reaped first.
     """
     process = await asyncio.create_subprocess_exec(
         *argv,
@@ -89,17 +108,44 @@ async def run(
         cwd=cwd,
         start_new_session=True,
     )
+    stdout, stderr = (Collected(limit, partial(_kill_group, process.pid)) for _ in range(2))
     try:
         async with asyncio.timeout(timeout_s):
-            stdout, stderr = await process.communicate(stdin or None)
+            await asyncio.gather(
+                _feed(process.stdin, stdin), _drain(process.stdout, stdout), _drain(process.stderr, stderr)
+            )
+            await process.wait()
     except BaseException:
         _kill_group(process.pid)
         await process.wait()
         raise
     status = process.returncode if process.returncode is not None else -1
+    return _finished(argv, status, stdout, stderr, check=check, limit=limit)
+
+
+async def _feed(pipe: asyncio.StreamWriter | None, data: bytes) -> None:
+    if pipe is None:
+        return
+    with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it wants no more of it
+        pipe.write(data)
+        await pipe.drain()
+    pipe.close()
+
+
+async def _drain(pipe: asyncio.StreamReader | None, into: Collected) -> None:
+    assert pipe is not None
+    while chunk := await pipe.read(65536):
+        into.add(chunk)
+
+
+def _finished(
+    argv: Sequence[str], status: int, stdout: Collected, stderr: Collected, *, check: bool, limit: int
+) -> Finished:
+    if stdout.is_too_long or stderr.is_too_long:
+        raise OutputTooLongError(argv, limit)
     if check and status != 0:
-        raise ProgramError(argv, status, stderr)
-    return Finished(status, stdout, stderr)
+        raise ProgramError(argv, status, stderr.take())
+    return Finished(status, stdout.take(), stderr.take())
 
 
 def run_sync(
@@ -110,8 +156,10 @@ def run_sync(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     check: bool = True,
+    limit: int = MAX_OUTPUT_BYTES,
 ) -> Finished:
     """`run` for callers without an event loop: same promises."""
+    until = time.monotonic() + timeout_s
     with subprocess.Popen(
         list(argv),
         stdin=subprocess.PIPE if stdin else subprocess.DEVNULL,
@@ -121,17 +169,28 @@ def run_sync(
         cwd=cwd,
         start_new_session=True,
     ) as process:
+        stdout, stderr = (Collected(limit, partial(_kill_group, process.pid)) for _ in range(2))
+        assert process.stdout is not None
+        assert process.stderr is not None
         try:
-            stdout, stderr = process.communicate(stdin or None, timeout=timeout_s)
-        except subprocess.TimeoutExpired:
+            feeding = None if process.stdin is None else _own_end(process.stdin)
+            exchange(feeding, stdin, {process.stdout.fileno(): stdout, process.stderr.fileno(): stderr}, until=until)
+            process.wait(max(0.0, until - time.monotonic()))
+        except (TimeoutError, subprocess.TimeoutExpired):
             _kill_group(process.pid)
             raise TimeoutError(errno.ETIMEDOUT, f"{argv[0]} did not end within {timeout_s:g} s") from None
         except BaseException:
             _kill_group(process.pid)
             raise
-    if check and process.returncode != 0:
-        raise ProgramError(argv, process.returncode, stderr)
-    return Finished(process.returncode, stdout, stderr)
+    return _finished(argv, process.returncode, stdout, stderr, check=check, limit=limit)
+
+
+def _own_end(pipe: IO[bytes]) -> int:
+    """The same end of a pipe, not blocking, without its file object."""
+    fd = os.dup(pipe.fileno())
+    os.set_blocking(fd, False)
+    pipe.close()
+    return fd
 
 
 def _kill_group(pid: int) -> None:
@@ -263,6 +322,15 @@ async def wait_ended(pidfd: int, *, timeout_s: float | None = None) -> None:
     finally:
         loop.remove_reader(own)
         os.close(own)
+
+
+async def ends_soon(pidfd: int, *, within_s: float = 1.0) -> bool:
+    """Whether it ends within that time: an ending process loses its sockets first, and is gone a moment later."""
+    try:
+        await wait_ended(pidfd, timeout_s=within_s)
+    except TimeoutError:
+        return False
+    return True
 
 
 def _resolve(future: asyncio.Future[None]) -> None:

@@ -52,6 +52,14 @@ async def test_doubled_bytes_are_delivered_once(server: FakeServer, sandbox: ope
     assert (await sandbox.run_shell("x")).stdout_bytes == BIG
 
 
+async def test_more_output_than_was_to_be_kept_is_an_error(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
+    server.programs["x"] = Program(stderr=BIG)
+    assert (await sandbox.run_shell("x", max_output_bytes=len(BIG))).stderr_bytes == BIG
+    with pytest.raises(opendsec.ProtocolError, match="more than the 1000 bytes") as caught:
+        await sandbox.run_shell("x", max_output_bytes=1000)
+    assert caught.value.sandbox_id == sandbox.id
+
+
 async def test_malformed_frames_are_an_error(server: FakeServer, sandbox: opendsec.Sandbox) -> None:
     server.faults = [Fault(COMMANDS, kind="garble", times=99), Fault(OUTPUT, kind="garble", times=99)]
     with pytest.raises(opendsec.ProtocolError) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from opendsec.linux import process
-from opendsec.linux.process import ProcessIdentity, ProgramError
+from opendsec.linux.process import OutputTooLongError, ProcessIdentity, ProgramError
 
 SHELL = Path("/bin/sh")
 
@@ -104,6 +105,33 @@ def test_run_sync_keeps_the_same_promises(tmp_path: Path) -> None:
         process.run_sync(["sh", "-c", "kill -9 $$"], timeout_s=10)
     with pytest.raises(FileNotFoundError):
         process.run_sync(["/no/such/program"], timeout_s=10)
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("stream", ["", ">&2"])
+async def test_a_program_that_writes_without_end_is_ended(stream: str) -> None:
+    script = f"(yes {stream}) & yes {stream}"
+    with pytest.raises(OutputTooLongError, match="wrote more than 100000 bytes"):
+        await process.run(["sh", "-c", script], timeout_s=60, limit=100_000)
+    with pytest.raises(OutputTooLongError, match="wrote more than 100000 bytes"):
+        await asyncio.to_thread(process.run_sync, ["sh", "-c", script], timeout_s=60, limit=100_000)
+    assert list(process.children(os.getpid())) == []
+    whole = await process.run(["head", "-c", "100000", "/dev/zero"], timeout_s=60, limit=100_000)
+    again = await asyncio.to_thread(
+        process.run_sync, ["head", "-c", "100000", "/dev/zero"], timeout_s=60, limit=100_000
+    )
+    assert whole == again
+    assert whole.stdout == bytes(100_000)
+
+
+@pytest.mark.anyio
+async def test_input_that_nobody_reads_hinders_nobody() -> None:
+    data = b"x" * 1_000_000
+    assert (await process.run(["true"], timeout_s=60, stdin=data)).status == 0
+    assert (await asyncio.to_thread(process.run_sync, ["true"], timeout_s=60, stdin=data)).status == 0
+    both = await process.run(["cat"], timeout_s=60, stdin=data)
+    assert both.stdout == data
+    assert (await asyncio.to_thread(process.run_sync, ["cat"], timeout_s=60, stdin=data)).stdout == data
 
 
 def test_programs_do_not_see_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from opendsec.client._sync.process import Process, ProcessInput
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
 from opendsec.client.results import ShellResult, shell_result
-from opendsec.errors import ConflictError, OpenDSecError
+from opendsec.errors import ConflictError, OpenDSecError, ProtocolError
 from opendsec.model.command import (
     DEFAULT_OUTPUT_BYTES,
     CommandResult,
@@ -67,7 +67,7 @@ class Commands:
         raw = stdin.encode("utf-8") if isinstance(stdin, str) else stdin
         follower = Follower(self._transport, self._sandbox_id, request=request)
         try:
-            result = self._collect(follower, raw)
+            result = self._collect(follower, raw, request.max_output_bytes)
         except interruption():
             self._cancel(follower)
             raise
@@ -134,15 +134,23 @@ class Commands:
         """All commands of the sandbox the platform remembers, oldest first."""
         return (self._transport.call("GET", target("sandboxes", self._sandbox_id, "commands"), CommandList)).items
 
-    def _collect(self, follower: Follower, stdin: bytes | None) -> ShellResult:
-        output: tuple[list[bytes], list[bytes]] = ([], [])
+    def _collect(self, follower: Follower, stdin: bytes | None, most: int) -> ShellResult:
+        """`most`: bytes of each stream the platform was asked to keep. Raises ProtocolError when it sends more: this
+        process holds no more than that."""
+        output = (bytearray(), bytearray())
         unsent = stdin
         while True:
             event = follower.next_event()
             if isinstance(event, Chunk):
-                output[event.stream].append(event.data)
+                output[event.stream].extend(event.data)
+                if len(output[event.stream]) > most:
+                    raise ProtocolError(
+                        f"the platform sent more than the {most} bytes of output it was to keep",
+                        detail={"command_id": follower.command_id},
+                        sandbox_id=self._sandbox_id,
+                    )
             elif isinstance(event, CommandResult):
-                return shell_result(event, b"".join(output[STDOUT]), b"".join(output[STDERR]))
+                return shell_result(event, bytes(output[STDOUT]), bytes(output[STDERR]))
             elif unsent is not None:
                 self._feed(follower.command_id, unsent)
                 unsent = None
