@@ -18,6 +18,7 @@
 
 enum {
     READ_STEP = 144 * 1024, /* above malloc's mmap threshold, so that it is given back */
+    FIRST_ROOM = 2048,
     GATHER = 16 * 1024,
     OUT_LIMIT = 256 * 1024, /* un-sent answers: beyond this nothing more is read */
     PUMP_LIMIT = 32,
@@ -45,6 +46,14 @@ static struct source listener = {.fd = -1};
 static struct timer listen_timer;
 static bool listening_on_vsock;
 
+/*
+ * The one connection of a serial port, and where its frames go while they are few: memory a machine has when it is saved.
+ * What it would ask for anew after each restore costs the kernel's ways to a page, which an emulated processor translates
+ * first.
+ */
+static struct conn port;
+static char first_in[FIRST_ROOM + 1], first_out[FIRST_ROOM];
+
 bool conn_is_live(void) { return live != NULL; }
 
 void sender_wake(struct sender *sender) {
@@ -62,6 +71,20 @@ void sender_stop(struct sender *sender) {
     sender->next = sender->prev = NULL;
 }
 
+/* A buffer as it was at first; `first`: what it has without asking for memory. */
+static void buffer_reset(const struct conn *conn, char **bytes, size_t *room, char *first) {
+    if (*bytes != first) free(*bytes);
+    *bytes = conn->serial ? first : NULL;
+    *room = conn->serial ? FIRST_ROOM : 0;
+}
+
+static char *buffer_grow(char *bytes, char *first, size_t room) {
+    if (bytes != first) return realloc(bytes, room);
+    char *grown = malloc(room);
+    if (grown) memcpy(grown, first, FIRST_ROOM);
+    return grown;
+}
+
 static bool out_append(struct conn *conn, const char *bytes, size_t length) {
     if (conn->out_start == conn->out_end) conn->out_start = conn->out_end = 0;
     if (conn->out_room - conn->out_end < length && conn->out_start) { /* a host that is always a little behind never empties it */
@@ -71,7 +94,7 @@ static bool out_append(struct conn *conn, const char *bytes, size_t length) {
     }
     if (conn->out_room - conn->out_end < length) {
         size_t room = conn->out_end + length + GATHER;
-        char *grown = realloc(conn->out, room);
+        char *grown = buffer_grow(conn->out, first_out, room);
         if (!grown) return false;
         conn->out = grown;
         conn->out_room = room;
@@ -176,9 +199,9 @@ static void conn_close(struct conn *conn) {
     timer_stop(&conn->timer);
     if (conn->serial) serial_closed(source_release(&conn->source));
     else source_close(&conn->source);
-    free(conn->in);
-    free(conn->out);
-    loop_free(&conn->garbage);
+    buffer_reset(conn, &conn->in, &conn->in_room, first_in);
+    buffer_reset(conn, &conn->out, &conn->out_room, first_out);
+    if (!conn->serial) loop_free(&conn->garbage);
 }
 
 static void conn_late(struct timer *timer) { HOLDER(timer, struct conn, timer)->dead = true; }
@@ -202,7 +225,6 @@ static void conn_greet(struct conn *conn, char *payload, size_t length) {
     }
     conn->greeted = true;
     timer_stop(&conn->timer);
-    if (conn->serial) serial_greeted();
     live = conn;
     dispatch_hello();
 }
@@ -219,7 +241,7 @@ static size_t out_waiting(const struct conn *conn) { return conn->out_end - conn
 
 static bool conn_reserve(struct conn *conn, size_t room) {
     if (conn->in_room >= room) return true;
-    char *grown = realloc(conn->in, room + 1);
+    char *grown = buffer_grow(conn->in, first_in, room + 1);
     if (!grown) {
         conn->dead = true;
         return false;
@@ -283,6 +305,7 @@ static void conn_ready(struct source *source, uint32_t events) {
         return;
     }
     conn->in_used += (size_t)count;
+    if (conn->in == first_in && conn->in_used == FIRST_ROOM && !conn_reserve(conn, READ_STEP)) return;
     conn_parse(conn);
     if (!conn->serial || !conn->greeted) return;
     if (conn->in_used) timer_set(&conn->timer, SERIAL_STUCK_MS, conn_late);
@@ -290,13 +313,17 @@ static void conn_ready(struct source *source, uint32_t events) {
 }
 
 static bool conn_open(int fd, bool serial) {
-    struct conn *conn = calloc(1, sizeof *conn);
+    struct conn *conn = serial ? &port : calloc(1, sizeof *conn);
     if (!conn) return false;
+    if (serial) *conn = (struct conn){0};
     if (!source_add(&conn->source, fd, EPOLLIN, conn_ready)) {
-        free(conn);
+        if (!serial) free(conn);
         return false;
     }
     conn->serial = conn->hunting = serial;
+    buffer_reset(conn, &conn->in, &conn->in_room, first_in);
+    buffer_reset(conn, &conn->out, &conn->out_room, first_out);
+    if (serial) first_in[0] = first_out[0] = 0; /* ours to write again, if a child has had them too */
     conn->next = conns;
     conns = conn;
     if (!serial) timer_set(&conn->timer, HELLO_MS, conn_late);
@@ -362,15 +389,10 @@ void conn_settle(void) {
 
 void conn_trim(void) {
     for (struct conn *conn = conns; conn; conn = conn->next) {
-        if (!conn->in_used) {
-            free(conn->in);
-            conn->in = NULL;
-            conn->in_room = 0;
-        }
+        if (!conn->in_used) buffer_reset(conn, &conn->in, &conn->in_room, first_in);
         if (!out_waiting(conn)) {
-            free(conn->out);
-            conn->out = NULL;
-            conn->out_room = conn->out_start = conn->out_end = 0;
+            buffer_reset(conn, &conn->out, &conn->out_room, first_out);
+            conn->out_start = conn->out_end = 0;
         }
     }
 }

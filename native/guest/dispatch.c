@@ -38,6 +38,7 @@ bool dispatch(const struct header *header, char *payload) {
 void dispatch_detach(void) {
     command_detach_all();
     call_drop_all();
+    machine_detach();
 }
 
 void dispatch_hello(void) {
@@ -55,5 +56,5 @@ void dispatch_hello(void) {
     if (machine_runs()) write_text(&writer, TAG_CAPS, "machine");
     if (machine_is_ready()) write_text(&writer, TAG_CAPS, "ready");
     frame_send(FRAME_HELLO, 0, 0, bytes, writer.length);
-    usage_send();
+    usage_send_soon();
 }

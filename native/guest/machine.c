@@ -17,13 +17,15 @@
 
 #include "conn.h"
 
-enum { PORT_WAIT_MS = 10000, PORT_STEP_MS = 10, NOFILE_SOFT = 65536, NOFILE_HARD = 1048576 };
+enum { PORT_WAIT_MS = 10000, PORT_STEP_MS = 10, SMALL_TASK = 2048, NOFILE_SOFT = 65536, NOFILE_HARD = 1048576 };
 
 static int root = -1;
 static bool has_setup, is_ready;
+static char root_disk[64]; /* the device of the root, or "" */
 
 bool machine_runs(void) { return root >= 0; }
 bool machine_is_ready(void) { return is_ready; }
+bool machine_has_disk(void) { return *root_disk; }
 int machine_root(void) { return root; }
 
 bool problem_set(struct problem *problem, const char *format, ...) {
@@ -106,26 +108,37 @@ static bool port_named(const char *name, char *path, size_t room) {
     return found;
 }
 
-static const char *find_port(void) {
+static const char *find_port(const char *name) {
     static char path[300];
-    for (int waited = 0; !port_named("agent.0", path, sizeof path); waited += PORT_STEP_MS) {
+    for (int waited = 0; !port_named(name, path, sizeof path); waited += PORT_STEP_MS) {
         errno = ENODEV;
-        if (waited >= PORT_WAIT_MS) give_up("the virtio-serial port agent.0");
+        if (waited >= PORT_WAIT_MS) give_up(name);
         usleep(PORT_STEP_MS * 1000);
     }
     return path;
 }
 
-static void find_transport(const char **serial, unsigned *vsock_port) {
-    static const char name[] = "opendsec.transport=";
+/* A word `name=value` of the kernel's command line; false: it is not there. `name` ends with the equals sign. */
+static bool word(const char *name, char *value, size_t room) {
     char line[4096];
-    const char *at = machine_read("proc/cmdline", line, sizeof line) ? strstr(line, name) : NULL;
+    if (!machine_read("proc/cmdline", line, sizeof line)) return false;
+    for (char *rest = line, *one; (one = strtok_r(rest, " \n", &rest));) {
+        if (strncmp(one, name, strlen(name)) != 0) continue;
+        snprintf(value, room, "%s", one + strlen(name));
+        return true;
+    }
+    return false;
+}
+
+static void find_transport(const char **serial, unsigned *vsock_port) {
+    char way[128];
     errno = EINVAL;
-    if (!at) give_up("opendsec.transport is not on the kernel's command line");
-    at += sizeof name - 1;
-    if (strncmp(at, "serial", 6) == 0) *serial = find_port();
-    else if (strncmp(at, "vsock:", 6) == 0 && atoi(at + 6) > 0) *vsock_port = (unsigned)atoi(at + 6);
-    else give_up("opendsec.transport is neither `serial` nor `vsock:PORT`");
+    if (!word("opendsec.transport=", way, sizeof way)) give_up("opendsec.transport is not on the kernel's command line");
+    errno = EINVAL;
+    if (strcmp(way, "serial") == 0) *serial = find_port("agent.0");
+    else if (strncmp(way, "serial:", 7) == 0) *serial = find_port(way + 7);
+    else if (strncmp(way, "vsock:", 6) == 0 && atoi(way + 6) > 0) *vsock_port = (unsigned)atoi(way + 6);
+    else give_up("opendsec.transport is neither `serial`, `serial:NAME` nor `vsock:PORT`");
 }
 
 static void mount_first(const char *type, const char *target, unsigned long flags) {
@@ -142,8 +155,26 @@ void machine_boot(const char **serial, unsigned *vsock_port) {
     if (root < 0) give_up("/");
     struct rlimit files = {NOFILE_SOFT, NOFILE_HARD};
     setrlimit(RLIMIT_NOFILE, &files);
+    word("opendsec.root=", root_disk, sizeof root_disk);
     load_modules();
     find_transport(serial, vsock_port);
+}
+
+void machine_start(void) {
+    static char address[64], gateway[64], empty[1];
+    struct problem problem;
+    struct renewal renewal = {.host_name = empty, .machine_id = empty, .generation = empty, .mac = empty,
+                              .address = address, .gateway = gateway};
+    if (!machine_has_disk()) return; /* SETUP will say of what it is made */
+    has_setup = true;
+    word("opendsec.address=", address, sizeof address);
+    word("opendsec.gateway=", gateway, sizeof gateway);
+    errno = 0;
+    if (!root_of_disk(root_disk, &problem) || !network_set(&renewal, &problem)) {
+        dprintf(2, "opendsec-guest: %s\n", problem.text);
+        machine_off();
+    }
+    is_ready = true;
 }
 
 /* Numbers and plain text; false: not one of RENEW's. */
@@ -211,30 +242,96 @@ static bool setup_parse(struct setup *setup, char *payload, size_t length) {
     return !cursor.bad;
 }
 
-static bool setup_do(const struct setup *setup, bool first, struct problem *problem) {
+/* One SETUP or RENEW that is being done. */
+struct task {
+    uint32_t id; /* 0: whoever asked is gone */
+    bool first;
+    struct setup setup; /* points into the payload */
+    char payload[];
+};
+
+static struct task *task;
+
+/* For a RENEW, which is small: no memory is asked for that would have to be found and given back right after a restore. */
+static union {
+    struct task task;
+    char room[sizeof(struct task) + SMALL_TASK];
+} small;
+
+static struct task *task_new(size_t length) {
+    if (task == &small.task || length >= SMALL_TASK) return calloc(1, sizeof *task + length + 1);
+    memset(&small, 0, sizeof small);
+    return &small.task;
+}
+
+static void task_free(struct task *old) {
+    if (old != &small.task) free(old);
+}
+
+/* NULL: it is done. */
+static void task_end(const struct problem *problem) {
+    struct task *ended = task;
+    task = NULL;
+    if (!problem) is_ready = true;
+    if (!problem && ended->first) usage_send();
+    if (ended->id && problem) error_send(ended->id, "setup", problem->error, "%s", problem->text);
+    else if (ended->id) frame_send(FRAME_OK, ended->id, 0, NULL, 0);
+    explicit_bzero((void *)(uintptr_t)ended->setup.renewal.entropy, ended->setup.renewal.entropy_length);
+    task_free(ended);
+}
+
+static void network_done(const struct problem *trouble) {
+    struct problem problem;
+    if (!trouble && !renew_finish(&task->setup.renewal, &problem)) trouble = &problem;
+    task_end(trouble);
+}
+
+static bool task_begin(struct problem *problem) {
+    const struct setup *setup = &task->setup;
     errno = 0;
-    if (first && has_setup) return problem_set(problem, "SETUP has been done, or has failed: it cannot be repeated");
-    if (!first && !is_ready) return problem_set(problem, "RENEW comes after SETUP");
+    if (task->first && has_setup) return problem_set(problem, "SETUP has been done, or has failed: it cannot be repeated");
+    if (!task->first && !is_ready) return problem_set(problem, "RENEW comes after SETUP");
     has_setup = true;
-    return (!first || root_make(setup, problem)) && renew(&setup->renewal, first, problem);
+    if (task->first && !root_make(setup, problem)) return false;
+    return renew_begin(&setup->renewal, task->first, problem) && network_begin(&setup->renewal, network_done, problem);
+}
+
+/* A SETUP that is being done is not disturbed; a RENEW makes way for the next one, which sets the same things. */
+static bool make_way(uint32_t id) {
+    if (!task) return true;
+    if (task->first) {
+        error_send(id, "setup", 0, "SETUP is being done");
+        return false;
+    }
+    network_stop();
+    if (task->id) error_send(task->id, "cancelled", 0, "another RENEW came");
+    task_free(task);
+    task = NULL;
+    return true;
+}
+
+void machine_detach(void) {
+    if (task) task->id = 0;
 }
 
 bool machine_frame(const struct header *header, char *payload) {
-    static struct setup setup;
     struct problem problem;
-    bool first = header->type == FRAME_SETUP;
-    if (header->id == 0 || !setup_parse(&setup, payload, header->length)) return false;
-    if (!machine_runs()) {
-        error_send(header->id, "unsupported", 0, "this guest agent is not init of a virtual machine");
-        return true;
+    struct task *next = header->id ? task_new(header->length) : NULL;
+    if (!next) {
+        if (header->id) error_send(header->id, "no_memory", ENOMEM, "no memory for a frame");
+        return header->id != 0;
     }
-    if (!setup_do(&setup, first, &problem)) {
-        error_send(header->id, "setup", problem.error, "%s", problem.text);
-        return true;
+    memcpy(next->payload, payload, header->length);
+    bool is_sound = setup_parse(&next->setup, next->payload, header->length);
+    if (is_sound && !machine_runs()) error_send(header->id, "unsupported", 0, "this guest agent is not init of a virtual machine");
+    if (!is_sound || !machine_runs() || !make_way(header->id)) {
+        task_free(next);
+        return is_sound;
     }
-    is_ready = true;
-    if (first) usage_send();
-    frame_send(FRAME_OK, header->id, 0, NULL, 0);
+    next->id = header->id;
+    next->first = header->type == FRAME_SETUP;
+    task = next;
+    if (!task_begin(&problem)) task_end(&problem);
     return true;
 }
 
@@ -246,6 +343,7 @@ bool machine_refuses(const struct header *header) {
 
 void machine_off(void) {
     sync();
-    reboot(RB_AUTOBOOT); /* a VMM ends on a reset, also one without a power button (QEMU: -no-reboot) */
+    /* A VMM without a power button ends on a reset (QEMU: -no-reboot); a PC would only start again. */
+    reboot(machine_has_disk() ? RB_POWER_OFF : RB_AUTOBOOT);
     _exit(70);
 }

@@ -6,7 +6,9 @@
  *
  *   dev proc sys   what the kernel shows          l/N  layers            w  the writable drive: upper, work
  *   c              cgroup2, and c/sandbox         f    files about the host, the layer above the image's
- *   g              the generation id              n    where the root was put together
+ *   g              generation id, boot id         n    where the root was put together
+ *
+ * A machine with a disk of its own has no layers and no f: w is the disk's file system, and the root is that.
  */
 #ifndef OPENDSEC_MACHINE_H
 #define OPENDSEC_MACHINE_H
@@ -54,12 +56,17 @@ struct setup {
 bool machine_is_init(int argc, char **argv);
 /* Mounts what the agent itself needs, loads modules, and says how the host is to be met: a port's path, or `vsock_port`. */
 void machine_boot(const char **serial, unsigned *vsock_port);
+/* A machine with a root on a disk of its own (`opendsec.root=` on its command line) makes it now, and needs no SETUP. */
+void machine_start(void);
 bool machine_runs(void);
 bool machine_is_ready(void);
+bool machine_has_disk(void);
 /* The first file system, or -1 outside of machines. */
 int machine_root(void);
-/* SETUP and RENEW. False: malformed. */
+/* SETUP and RENEW, answered when they are done: the loop goes on meanwhile. False: malformed. */
 bool machine_frame(const struct header *header, char *payload);
+/* The connection is gone: what goes on is finished, and nobody is told. */
+void machine_detach(void);
 /* Answers what cannot be done before SETUP; false: go on. */
 bool machine_refuses(const struct header *header);
 /* Everything on the disks, and off. */
@@ -75,12 +82,21 @@ bool machine_write(const char *path, const char *text);
 bool drive_find(const char *name, char *path, size_t room, struct problem *problem);
 /* root.c: puts the root together and enters it. */
 bool root_make(const struct setup *setup, struct problem *problem);
-/* facts.c: the files about the host. `first`: makes them. */
+/* The same of a whole file system on a disk, which is written to itself. */
+bool root_of_disk(const char *device, struct problem *problem);
+/* facts.c: the files about the machine. `first`: makes them. */
 bool facts_write(const struct renewal *renewal, bool first, struct problem *problem);
-/* renew.c, network.c */
-bool renew(const struct renewal *renewal, bool first, struct problem *problem);
+/* renew.c: all before the network, and all after it. */
+bool renew_begin(const struct renewal *renewal, bool first, struct problem *problem);
+bool renew_finish(const struct renewal *renewal, struct problem *problem);
+/* network.c: sets the network, for a machine that boots and has nothing else to do. */
 bool network_set(const struct renewal *renewal, struct problem *problem);
+/* The same in a child; `done` is called by the loop, with NULL when it is set. False: not begun. */
+bool network_begin(const struct renewal *renewal, void (*done)(const struct problem *), struct problem *problem);
+/* Ends what was begun; `done` is not called. */
+void network_stop(void);
 /* usage.c: tells the host, if there is anything to tell. */
 void usage_send(void);
+void usage_send_soon(void);
 
 #endif

@@ -114,7 +114,8 @@ int main(int argc, char **argv) {
     loop_init();
     reap_init();
     spawn_init();
-    if (!is_machine) tree_init(options.cgroup_fd);
+    if (is_machine) machine_start();
+    else tree_init(options.cgroup_fd);
     if (chdir("/") < 0) exit(66);
     int fd = options.listen_fd;
     if (options.vsock_port && (fd = vsock_listen(options.vsock_port)) < 0) {

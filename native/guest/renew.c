@@ -42,10 +42,10 @@ static bool stir(const struct renewal *renewal, struct problem *problem) {
     return stirred || problem_set(problem, "the kernel's random generator");
 }
 
-bool renew(const struct renewal *renewal, bool first, struct problem *problem) {
+bool renew_begin(const struct renewal *renewal, bool first, struct problem *problem) {
     if (!set_clock(renewal->clock_ns, problem) || !stir(renewal, problem)) return false;
     const char *name = *renewal->host_name || !first ? renewal->host_name : "sandbox";
-    if (*name && sethostname(name, strlen(name)) < 0) return problem_set(problem, "the host name");
-    if (!network_set(renewal, problem)) return false;
-    return facts_write(renewal, false, problem);
+    return !*name || sethostname(name, strlen(name)) == 0 || problem_set(problem, "the host name");
 }
+
+bool renew_finish(const struct renewal *renewal, struct problem *problem) { return facts_write(renewal, false, problem); }

@@ -1,24 +1,31 @@
 /*
- * The sandbox's root in a virtual machine: read-only EROFS layers and one writable disk under an overlay.
+ * The sandbox's root in a virtual machine: read-only EROFS layers and one writable disk under an overlay, or one disk.
  *
  * It is moved onto / and entered by chroot: chroot alone would leave it a chroot in the kernel's eyes, in which no user
  * namespace can be made and path rules do not hold.
  */
 #include <errno.h>
 #include <fcntl.h>
+#include <linux/blkpg.h>
 #include <sched.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/ioctl.h>
 #include <sys/mount.h>
 #include <sys/stat.h>
+#include <sys/vfs.h>
 #include <unistd.h>
 
+#include "loop.h"
 #include "machine.h"
 #include "tree.h"
 #include "worker.h"
 
-enum { PATH_ROOM = 300, RESERVE_KIB = 8 * 1024, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
+#define EXT4_IOC_RESIZE_FS _IOW('f', 16, uint64_t)
+
+enum { BLOCK_SECTORS = 8, TABLE_AT = 446 + 16 + 12 }; /* of the file system; of the second partition's size in an MBR */
+enum { DISK_WAIT_MS = 20000, DISK_STEP_MS = 5, PATH_ROOM = 300, RESERVE_KIB = 8 * 1024, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
 
 static bool mount_layer(size_t number, const struct layer *layer, struct problem *problem) {
     char meta[PATH_ROOM], data[PATH_ROOM], target[32], plain[PATH_ROOM + 16] = "", direct[PATH_ROOM + 32];
@@ -38,10 +45,19 @@ static bool mount_layer(size_t number, const struct layer *layer, struct problem
                        layer->data ? layer->data : "");
 }
 
+/*
+ * No thread of the kernel's looks around on a disk that was just mounted: machines are saved and copied soon after, and
+ * each copy would do that first. Kernels before 5.13 do not know the words.
+ */
+static bool mount_at_rest(const char *device, const char *target, unsigned long flags) {
+    if (mount(device, target, "ext4", flags, "noinit_itable,no_prefetch_block_bitmaps") == 0) return true;
+    return errno == EINVAL && mount(device, target, "ext4", flags, "") == 0;
+}
+
 static bool mount_writable(const char *drive, struct problem *problem) {
     char device[PATH_ROOM];
     if (!drive_find(drive, device, sizeof device, problem)) return false;
-    if (mount(device, "/w", "ext4", MS_NOATIME, "") < 0) return problem_set(problem, "writable drive %.40s", drive);
+    if (!mount_at_rest(device, "/w", MS_NOATIME)) return problem_set(problem, "writable drive %.40s", drive);
     bool made = (mkdir("/w/upper", 0755) == 0 || errno == EEXIST) && (mkdir("/w/work", 0700) == 0 || errno == EEXIST);
     return made || problem_set(problem, "writable drive %.40s", drive);
 }
@@ -131,15 +147,23 @@ static bool enter(struct problem *problem) {
     return problem->text[0] ? false : problem_set(problem, "entering the root");
 }
 
-/* The directory of the generation id, where programs look for it; they cannot write there. */
+static bool show(int directory, const char *name, const char *target, struct problem *problem) {
+    char source[64];
+    snprintf(source, sizeof source, "/proc/self/fd/%d%s", directory, name);
+    if (mount(source, target, NULL, MS_BIND, NULL) == 0 &&
+        mount(NULL, target, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | SAFE, NULL) == 0)
+        return true;
+    return problem_set(problem, "%s", target);
+}
+
+/*
+ * The directory of the generation id, where programs look for it, and the boot id in place of the kernel's; they cannot
+ * write there. The first /proc, with nothing on it, stays in the same mount namespace: user namespaces may mount theirs.
+ */
 static bool show_generation(int directory, struct problem *problem) {
     static char target[] = "/run/opendsec";
-    char source[32];
-    snprintf(source, sizeof source, "/proc/self/fd/%d", directory);
-    if (!make_parents(target, 0755) || mount(source, target, NULL, MS_BIND, NULL) < 0 ||
-        mount(NULL, target, NULL, MS_REMOUNT | MS_BIND | MS_RDONLY | SAFE, NULL) < 0)
-        return problem_set(problem, "%s", target);
-    return true;
+    if (!make_parents(target, 0755)) return problem_set(problem, "%s", target);
+    return show(directory, "", target, problem) && show(directory, "/boot_id", "/proc/sys/kernel/random/boot_id", problem);
 }
 
 static bool mount_disks(const struct setup *setup, struct problem *problem) {
@@ -149,18 +173,96 @@ static bool mount_disks(const struct setup *setup, struct problem *problem) {
         errno = EINVAL;
         if (*target != '/') return problem_set(problem, "mount point %.100s", target);
         if (!drive_find(setup->disks[i].drive, device, sizeof device, problem)) return false;
-        if (!make_parents(target, 0755) || mount(device, target, "ext4", 0, "") < 0)
+        if (!make_parents(target, 0755) || !mount_at_rest(device, target, 0))
             return problem_set(problem, "drive %.40s on %.100s", setup->disks[i].drive, target);
     }
     return true;
 }
 
-bool root_make(const struct setup *setup, struct problem *problem) {
+static void make_places(void) {
     static const char *const places[] = {"/l", "/w", "/c", "/f", "/g", "/n"};
+    for (size_t i = 0; i < sizeof places / sizeof *places; i++) mkdir(places[i], 0755);
+}
+
+/* The number in a small file of the kernel's about a disk or a partition; 0: there is none. */
+static uint64_t sectors(const char *name, const char *what) {
+    char path[PATH_ROOM], text[32];
+    snprintf(path, sizeof path, "sys/class/block/%.60s/%s", name, what);
+    return machine_read(path, text, sizeof text) ? strtoull(text, NULL, 10) : 0;
+}
+
+/*
+ * The sandbox's disk may be larger than its image was made: the last partition, which is the root's, is made as large as
+ * there is room, in the table (an MBR's, where it is the second) and in the kernel. A disk that cannot be read or written
+ * stays as it is.
+ */
+static void grow_partition(const char *device) {
+    char whole[64];
+    snprintf(whole, sizeof whole, "%s", device);
+    size_t length = strlen(whole);
+    if (length < 2 || whole[length - 1] != '2') return;
+    whole[length - 1] = '\0';
+    uint64_t start = sectors(device + 5, "start"), size = sectors(device + 5, "size"), disk = sectors(whole + 5, "size");
+    if (!start || disk <= start + size || disk - start > UINT32_MAX) return;
+    uint64_t wanted = (disk - start) / BLOCK_SECTORS * BLOCK_SECTORS;
+    unsigned char text[4] = {wanted & 255, wanted >> 8 & 255, wanted >> 16 & 255, wanted >> 24 & 255};
+    struct blkpg_partition partition = {.start = (long long)start * 512, .length = (long long)wanted * 512, .pno = 2};
+    struct blkpg_ioctl_arg request = {.op = BLKPG_RESIZE_PARTITION, .datalen = sizeof partition, .data = &partition};
+    int fd = wanted > size ? open(whole, O_RDWR | O_CLOEXEC) : -1;
+    if (fd >= 0 && pwrite(fd, text, sizeof text, TABLE_AT) == sizeof text && fsync(fd) == 0) ioctl(fd, BLKPG, &request);
+    if (fd >= 0) close(fd);
+}
+
+/* The file system follows its partition. */
+static void grow_files(const char *device) {
+    uint64_t blocks = sectors(device + 5, "size") / BLOCK_SECTORS;
+    int fd = open("/w", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    struct statfs info;
+    if (fd >= 0 && fstatfs(fd, &info) == 0 && info.f_bsize == BLOCK_SECTORS * 512 && ioctl(fd, EXT4_IOC_RESIZE_FS, &blocks) < 0)
+        dprintf(2, "opendsec-guest: the root is not made larger: %s\n", strerror(errno));
+    if (fd >= 0) close(fd);
+}
+
+/* Drivers find their devices in their own time. */
+static bool mount_disk(const char *device, struct problem *problem) {
+    for (uint64_t end = now_ns() + DISK_WAIT_MS * 1000000ull;;) {
+        bool there = access(device, F_OK) == 0;
+        if (there) grow_partition(device);
+        if (there && mount(device, "/w", "ext4", MS_NOATIME, "") == 0) break;
+        bool not_yet = errno == ENOENT || errno == ENXIO || errno == ENOTBLK;
+        if (!not_yet || now_ns() > end) return problem_set(problem, "the root %.40s", device);
+        usleep(DISK_STEP_MS * 1000);
+    }
+    grow_files(device);
+    /* It is seen twice: once as what is written, whatever happens to the root. */
+    if (mount("/w", "/n", NULL, MS_BIND, NULL) == 0) return true;
+    return problem_set(problem, "the root %.40s", device);
+}
+
+static void take_host_name(void) {
+    char name[65];
+    if (!machine_read("w/etc/hostname", name, sizeof name)) return;
+    name[strcspn(name, "\n")] = '\0';
+    if (*name) sethostname(name, strlen(name));
+}
+
+bool root_of_disk(const char *device, struct problem *problem) {
+    problem->text[0] = '\0';
+    errno = 0;
+    make_places();
+    if (!mount_disk(device, problem) || !facts_write(NULL, true, problem) || !make_cgroups(0, problem)) return false;
+    take_host_name();
+    int generation = open("/g", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    bool entered = enter(problem) && show_generation(generation, problem);
+    if (generation >= 0) close(generation);
+    return entered;
+}
+
+bool root_make(const struct setup *setup, struct problem *problem) {
     problem->text[0] = '\0';
     errno = 0;
     if (!setup->layer_count || !*setup->writable) return problem_set(problem, "no layer, or no writable drive");
-    for (size_t i = 0; i < sizeof places / sizeof *places; i++) mkdir(places[i], 0755);
+    make_places();
     for (size_t i = 0; i < setup->layer_count; i++)
         if (!mount_layer(i, &setup->layers[i], problem)) return false;
     if (!mount_writable(setup->writable, problem)) return false;

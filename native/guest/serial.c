@@ -8,6 +8,7 @@
 #include <fcntl.h>
 #include <linux/vm_sockets.h>
 #include <string.h>
+#include <sys/epoll.h>
 #include <termios.h>
 #include <unistd.h>
 
@@ -15,17 +16,23 @@
 #include "loop.h"
 #include "wire.h"
 
-enum { SOON_MS = 5, SOON_TRIES = 400, REOPEN_MS = 100, HELLO_PATTERN = HEADER_BYTES + FIELD_BYTES };
+enum { REOPEN_MS = 100, HELLO_PATTERN = HEADER_BYTES + FIELD_BYTES };
 
+static struct source coming = {.fd = -1};
 static struct timer reopen_timer;
 static int serial_fd = -1;
-static int tries;
 
 static void serial_reopen(struct timer *timer) {
-    if (!conn_serial(serial_fd)) timer_set(timer, REOPEN_MS, serial_reopen);
+    source_release(&coming);
+    timer_stop(timer);
+    if (!conn_serial(serial_fd)) timer_set(timer, REOPEN_MS, serial_reopen); /* for lack of memory */
 }
 
-void serial_greeted(void) { tries = 0; }
+/* Told of every change once: a port whose host is away always has something to say. */
+static void serial_came(struct source *source, uint32_t events) {
+    (void)source;
+    if (!(events & EPOLLHUP)) serial_reopen(&reopen_timer);
+}
 
 bool serial_open(const char *path) {
     serial_fd = open(path, O_RDWR | O_NOCTTY | O_NONBLOCK | O_CLOEXEC);
@@ -38,10 +45,10 @@ bool serial_open(const char *path) {
     return conn_serial(serial_fd);
 }
 
+/* Nothing runs meanwhile: a machine that is saved now is at rest, and a restored one goes straight to its host. */
 void serial_closed(int fd) {
     serial_fd = fd;
-    if (tries < SOON_TRIES) tries++;
-    timer_set(&reopen_timer, tries < SOON_TRIES ? SOON_MS : REOPEN_MS, serial_reopen);
+    if (!source_add(&coming, fd, EPOLLIN | EPOLLET, serial_came)) timer_set(&reopen_timer, REOPEN_MS, serial_reopen);
 }
 
 static bool may_be_hello(const unsigned char *at, size_t length) {

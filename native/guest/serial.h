@@ -11,7 +11,6 @@ enum { SERIAL_STUCK_MS = 1000 };
 bool serial_open(const char *path);
 /* The connection on the port has ended; another is awaited on the same descriptor. */
 void serial_closed(int fd);
-void serial_greeted(void);
 /* How many bytes to skip to where a HELLO may begin (all but an incomplete one, when there is none). */
 size_t serial_hunt(const char *bytes, size_t length);
 

@@ -21,6 +21,7 @@ from opendsec.backends.microvm_layers import LayerDrives
 from opendsec.errors import InvalidSpecError
 from opendsec.guest.machine import ExtraDisk, GuestSetup, Identity, RootLayer
 from opendsec.linux.cgroup import CgroupLimits
+from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.spec import SandboxSpec, check_path
 from opendsec.store.loading.base import LayerFiles
@@ -38,8 +39,7 @@ DATA_LABEL = "opendsec.data-disk"
 """Label of an image: where a disk of its own is mounted, for what cannot lie on an overlay (Docker's data root)."""
 HOST_NAME = "sandbox"
 MAC = "02:0d:5e:00:00:01"
-"""Locally administered, and the same in all of them: a link has two ends and no more, and what is the same in template
-and copy need not be changed in a running card."""
+"""Locally administered; what cards are made with. Each sandbox is told its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,8 +156,13 @@ def setup(shape: Shape, layers: Sequence[LayerFiles], serials: dict[str, str], i
     )
 
 
+def mac_of(sandbox_id: SandboxId) -> str:
+    """The address of a sandbox's card, locally administered: the same after a pause, so that connections go on."""
+    return "02:" + hashlib.sha256(sandbox_id.encode()).digest()[:5].hex(":")
+
+
 def identity(
-    *, token: bytes, inner: IPv4Address | None, host: IPv4Address | None, resolvers: Sequence[str]
+    *, token: bytes, inner: IPv4Address | None, host: IPv4Address | None, resolvers: Sequence[str], mac: str = ""
 ) -> Identity:
     """Who a sandbox is; `token`: 32 random bytes of this hand-out. Without addresses its network is a loopback."""
     online = inner is not None
@@ -165,6 +170,7 @@ def identity(
         host_name=HOST_NAME,
         machine_id=token[:16].hex(),
         generation=token[16:32].hex(),
+        mac=mac if online else "",
         address=f"{inner}/31" if online else "",
         gateway=str(host) if online else "",
         resolvers=tuple(resolvers) if online else (),

@@ -77,9 +77,10 @@ async def test_memory_disk_and_programs_outlive_pauses(box: Sandbox) -> None:
 async def test_copies_are_not_alike(place: Place) -> None:
     async with contextlib.AsyncExitStack() as stack:
         boxes = [await stack.enter_async_context(place.sandbox()) for _ in range(4)]
-        asked = "head -c 16 /dev/urandom | hexdump; cat /etc/machine-id /run/opendsec/generation"
+        files = "/etc/machine-id /run/opendsec/generation /proc/sys/kernel/random/boot_id"
+        asked = f"head -c 16 /dev/urandom | xxd -p; cat {files}"
         said = [(await box.run(asked)).stdout for box in boxes]
-        assert len({line for text in said for line in text.splitlines() if len(line) >= 32}) == 3 * len(boxes)
+        assert len({line for text in said for line in text.splitlines() if len(line) >= 32}) == 4 * len(boxes)
         for box in boxes:
             before = time.time()
             inside = int((await box.run("date +%s")).stdout)
@@ -92,7 +93,8 @@ async def test_a_snapshot_starts_others_and_the_source_goes_on(place: Place) -> 
     target.mkdir()
     async with place.sandbox() as box:
         await box.run(REMEMBER)
-        generation = (await box.run("cat /run/opendsec/generation")).stdout
+        asked = "cat /run/opendsec/generation /proc/sys/kernel/random/boot_id"
+        seen = set((await box.run(asked)).stdout.split())
         await box.backend.snapshot(box.running.handle, target)
         assert (await box.run(f"echo more >> /root/disk; {RECALL}")).exit.exit_code == 1
         await box.backend.pause(box.running.handle)
@@ -104,11 +106,29 @@ async def test_a_snapshot_starts_others_and_the_source_goes_on(place: Place) -> 
         plan = replace(place.plan(), snapshot=source)
         started = Sandbox(place.backend, plan, await place.backend.start(plan), last_command=100)
         assert (await started.run(RECALL)).exit.exit_code == code
-        assert (await started.run("cat /run/opendsec/generation")).stdout not in (b"", generation)
+        seen |= set((await started.run(asked)).stdout.split())
         await place.destroy(plan)
+    assert len(seen) == 2 * 4, "each has its own"
     await refused_when_damaged(place, target, parked)
-    shutil.rmtree(target)
     shutil.rmtree(parked)
+    await goes_on_without_its_snapshot(place, target)
+
+
+async def goes_on_without_its_snapshot(place: Place, snapshot: Path) -> None:
+    """Somebody removes it by force: what was started from it is paused, copied and packed as ever."""
+    plan = replace(place.plan(), snapshot=snapshot)
+    box = Sandbox(place.backend, plan, await place.backend.start(plan), last_command=100)
+    shutil.rmtree(snapshot)
+    copy = place.state_dir.parent / "snapshot-of-fork"
+    copy.mkdir()
+    await box.backend.snapshot(box.running.handle, copy)
+    for _ in range(2):
+        await box.backend.pause(box.running.handle)
+        await box.backend.resume(box.running.handle)
+        await again(box)
+        assert (await box.run(RECALL)).exit.exit_code == 0
+    await place.destroy(plan)
+    shutil.rmtree(copy)
 
 
 def other_processor(machine: Path) -> None:
@@ -175,7 +195,7 @@ async def test_a_new_edge_finds_running_and_parked_ones(place: Place) -> None:
         # Its edge died between the end of saving and the end of the VMM.
         backend = place.backend
         assert isinstance(backend, MicroVmBackend)
-        vm = backend._vms[cut.plan.sandbox_id]
+        vm = backend._live.vms[cut.plan.sandbox_id]
         await vm.pause()
         saved = cut.plan.state_dir / PAUSED
         saved.mkdir()

@@ -18,7 +18,9 @@ from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox
 from tests.node.linux.test_network import inside, lo_up, namespace, server
 
 from opendsec.backends.microvm import MicroVmBackend
+from opendsec.backends.microvm_shape import MAC, mac_of
 from opendsec.linux.netlink import Netlink, delete_link, new_address, new_veth, set_up
+from opendsec.model.ids import new_sandbox_id
 
 pytestmark = [pytest.mark.anyio, *(getattr(pytest.mark, name) for name in (*MICROVM_NEEDS, "netns"))]
 OUTSIDE, HOST_OUTER = IPv4Address("198.51.100.1"), IPv4Address("198.51.100.2")
@@ -60,13 +62,16 @@ async def copy_of(place: Place, snapshot: Path, *, slot: int | None = None) -> A
 
 
 async def is_itself(box: Sandbox) -> str:
-    """It has its own address and no other, one way out, and the outside answers; that address."""
+    """It has its own addresses and no others, one way out, and the outside answers, at once; its IPv4 address."""
     backend = box.backend
     assert isinstance(backend, MicroVmBackend)
     assert backend._network is not None
     host, inner = backend._network.addresses(box.plan.slot)
     said = await box.run("ip -4 -o addr show eth0 | awk '{print $4}'; ip route | awk '{print $1, $3}' | sort -r")
     assert said.stdout.decode() == f"{inner}/31\ndefault {host}\n{host}/31 eth0\n", said
+    card = (await box.run("cat /sys/class/net/eth0/address")).stdout.decode().strip()
+    assert card == mac_of(box.plan.sandbox_id)
+    assert card not in {MAC, mac_of(new_sandbox_id("other"))}
     assert (await box.run(ASK)).stdout == str(HOST_OUTER).encode()
     return str(inner)
 

@@ -38,6 +38,23 @@ HOG = r"""
 #include <stdlib.h>
 int main(void) { for (char *a; (a = malloc(1 << 20));) for (int i = 0; i < 1 << 20; i += 4096) a[i] = 1; return 9; }
 """
+HOLD = r"""
+/* Holds the next child of init where it is born, until it ends itself. */
+#include <stdio.h>
+#include <sys/ptrace.h>
+#include <sys/wait.h>
+#include <unistd.h>
+int main(void) {
+    int status = 0;
+    if (ptrace(PTRACE_SEIZE, 1, 0, PTRACE_O_TRACEFORK) < 0) return perror("init"), 1;
+    puts("traced"), fflush(stdout);
+    while (waitpid(1, &status, __WALL) == 1 && status >> 8 != (5 | PTRACE_EVENT_FORK << 8))
+        ptrace(PTRACE_CONT, 1, 0, 0);
+    ptrace(PTRACE_DETACH, 1, 0, 0);
+    puts("held"), fflush(stdout);
+    for (;;) pause();
+}
+"""
 IDENTITY = Identity(machine_id="0" * 31 + "1", generation="first", address="10.0.2.15/24", gateway="10.0.2.2")
 SETUP = GuestSetup(
     layers=(RootLayer(meta="base", data="base-data"), RootLayer(meta="work")),
@@ -64,7 +81,7 @@ def make_image(folder: Path) -> None:
     for name in subprocess.run(["/bin/busybox", "--list"], capture_output=True, text=True, check=True).stdout.split():
         if name != "busybox":
             (base / "bin" / name).symlink_to("busybox")
-    for name, source in (("setx", SETX), ("hog", HOG)):
+    for name, source in (("setx", SETX), ("hog", HOG), ("hold", HOLD)):
         (folder / f"{name}.c").write_text(source)
         run("gcc", "-static", "-O0", "-o", base / "bin" / name, folder / f"{name}.c")
     (base / "etc/passwd").write_text("root:x:0:0::/root:/bin/sh\nann:x:1000:1000::/tmp:/bin/sh\n")

@@ -1,9 +1,10 @@
-"""Guests restored from one memory become different ones; what went wrong at a set-up is said."""
+"""Guests restored from one memory become different ones, whatever was done to their card; what went wrong is said."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+import uuid
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from tests.node.guest.agents import ENV, Shell, drain
 from tests.node.vm.guests import IDENTITY, SETUP, Machine, copy_disks, new_machine
 
-from opendsec.guest.base import GuestError, StartCommand
+from opendsec.guest.base import GuestError, Output, StartCommand
 from opendsec.guest.channel import Channel
 from opendsec.guest.machine import Identity, RootLayer
 from opendsec.vm.qmp import monitor
@@ -26,6 +27,7 @@ pytestmark = [
 ]
 
 SHOW = "hostname; cat /etc/hostname /etc/machine-id /run/opendsec/generation; ip -4 -o addr show eth0; ip route; cat /f"
+BOOT_ID = "/proc/sys/kernel/random/boot_id"
 RANDOM = "head -c 16 /dev/urandom | xxd -p; head -c 16 /dev/random | xxd -p"
 
 
@@ -39,6 +41,13 @@ def other(number: int) -> Identity:
         address=f"10.0.2.{100 + number}/24",
         resolvers=("10.0.2.3",),
     )
+
+
+async def boot_id_of(shell: Shell) -> uuid.UUID:
+    text = (await shell.run(f"cat {BOOT_ID}")).stdout.decode()
+    found = uuid.UUID(text.strip())
+    assert (text, found.version) == (f"{found}\n", 4)
+    return found
 
 
 async def saved(machine: Machine, target: Path) -> None:
@@ -64,9 +73,70 @@ async def started_clone(source: Machine, folder: Path, state: Path) -> Machine:
     return clone
 
 
+async def said(channel: Channel, command_id: int, word: bytes) -> None:
+    """Wait until a command has said this."""
+    heard = b""
+    async for event in channel.events(command_id):
+        heard += event.data if isinstance(event, Output) else b""
+        if word in heard:
+            return
+    raise AssertionError(heard)
+
+
+async def test_nobody_waits_for_a_renewal_that_hangs_and_the_next_one_takes_its_place(channel: Channel) -> None:
+    shell = Shell(channel, 500)
+    for attempt in range(5):  # the agent gives it up after 10 s, which a busy host may need for a command
+        number = 600 + attempt
+        await channel.start(number, StartCommand(argv=("hold",), env=ENV))
+        await said(channel, number, b"traced")
+        hanging = asyncio.create_task(channel.renew(IDENTITY))
+        await said(channel, number, b"held")
+        await channel.ping()
+        assert (await shell.run("echo here")).stdout == b"here\n"
+        was_hanging = not hanging.done()
+        await channel.renew(other(9))
+        with pytest.raises(GuestError) as caught:
+            await hanging
+        await channel.kill(number, 0)
+        if was_hanging and caught.value.code == "cancelled":
+            break
+    else:
+        raise AssertionError("commands waited for the network")
+    assert b"10.0.2.109/24" in (await shell.run("ip -4 -o addr show eth0")).stdout
+    assert (await shell.run("cat /run/opendsec/generation")).stdout == b"generation-9\n"
+
+
+async def test_a_card_is_renewed_under_any_name_and_left_alone_in_a_namespace_of_its_own(channel: Channel) -> None:
+    shell = Shell(channel, 700)
+    assert (await shell.run("ip link set eth0 down && ip link set eth0 name lan0")).exit.exit_code == 0
+    await channel.renew(other(5))
+    shown = (await shell.run("ip addr show lan0; ip route")).stdout.decode()
+    for part in ("52:54:00:00:00:05", "inet 10.0.2.105/24", ",UP", "default via 10.0.2.2 dev lan0"):
+        assert part in shown
+    away = "unshare -n sleep 1000 & sleep 1; ip link set lan0 netns $! && ! ip link show lan0"
+    assert (await shell.run(away)).exit.exit_code == 0
+    await channel.renew(other(6))
+    assert (await shell.run("cat /run/opendsec/generation")).stdout == b"generation-6\n"
+    assert (await shell.run("kill $(pidof sleep); until ip link show lan0; do sleep 0.1; done")).exit.exit_code == 0
+    assert (await shell.run("ip link set lan0 down && ip link set lan0 name eth0")).exit.exit_code == 0
+    await channel.renew(IDENTITY)
+    assert b"10.0.2.15/24" in (await shell.run("ip -4 -o addr show eth0")).stdout
+
+
+async def test_the_boot_id_cannot_be_written_and_is_in_nobodys_way(channel: Channel) -> None:
+    shell = Shell(channel, 800)
+    assert (await shell.run(f"echo x >{BOOT_ID}")).exit.exit_code != 0
+    assert (await shell.run(f"chmod 600 {BOOT_ID}")).exit.exit_code != 0
+    here, elsewhere = await boot_id_of(shell), (await shell.run(f"unshare -m cat {BOOT_ID}")).stdout.decode()
+    assert str(here) in elsewhere
+    inside = "unshare -U -r -m -p -f --mount-proc sh -c 'echo $$; ls /proc/1/exe'"
+    assert (await shell.run(inside, user="ann")).exit.exit_code == 0, "user namespaces have a /proc of their own"
+
+
 async def test_clones_of_one_memory_are_renewed_and_their_commands_go_on(machine: Machine, channel: Channel) -> None:
     shell = Shell(channel, 1)
     command = StartCommand(script="echo before; sleep 1; echo after; exit 3", env=ENV)
+    before = await boot_id_of(shell)
     assert (await shell.run("echo mine >/etc/resolv.conf; echo kept >/f")).exit.exit_code == 0
     await channel.start(50, command)
     state = machine.folder / "state"
@@ -81,11 +151,12 @@ async def test_clones_of_one_memory_are_renewed_and_their_commands_go_on(machine
             seen.append(await looked_into(clone, number))
         finally:
             clone.close()
-    assert len({value for one in seen for value in one}) == 4, "random bytes"
+    assert len({value for one in seen for value in one}) == 6, "random bytes, and boot ids"
+    assert before.bytes not in [value for one in seen for value in one]
 
 
 async def looked_into(clone: Machine, number: int) -> list[bytes]:
-    """Checks one clone; its random bytes."""
+    """Checks one clone; its random bytes, and its boot id."""
     channel = await clone.channel()
     assert "ready" in channel.capabilities
     await channel.renew(other(number))
@@ -107,7 +178,7 @@ async def looked_into(clone: Machine, number: int) -> list[bytes]:
     await channel.attach(50, 0, 0)
     ended = await drain(channel, 50)
     assert (ended.stdout, ended.exit.exit_code) == (b"before\nafter\n", 3)
-    values = (await shell.run(RANDOM)).stdout.split()
+    values = [*(await shell.run(RANDOM)).stdout.split(), (await boot_id_of(shell)).bytes]
     await channel.aclose()
     return values
 
