@@ -21,8 +21,8 @@ import statistics
 import struct
 import tempfile
 import time
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from opendsec.backends.base import Running, StartPlan
@@ -30,7 +30,9 @@ from opendsec.backends.ground import Ground
 from opendsec.backends.microvm import MicroVmBackend
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.guest.base import Exit, Guest, Output, StartCommand
+from opendsec.guest.channel import Channel
 from opendsec.linux import libc, process
+from opendsec.linux.sockets import listening
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image
 from opendsec.model.spec import BackendKind, Resources, SandboxSpec
@@ -108,11 +110,12 @@ async def bench(store: Path, image: str, kernels: Path, memory_mb: int) -> Async
 
 async def run(guest: Guest, command_id: int, script: str) -> bytes:
     await guest.start(command_id, StartCommand(script=script, env=PATH))
-    out = b""
+    out, said = b"", {1: 0, 2: 0}
     async for event in guest.events(command_id):
         if isinstance(event, Output):
             out += event.data
-            guest.ack(command_id, len(out), 0)
+            said[event.stream] += len(event.data)
+            guest.ack(command_id, said[1], said[2])
         elif isinstance(event, Exit):
             guest.release(command_id)
             assert event.exit_code == 0, (script, out, event)
@@ -124,53 +127,67 @@ async def run(guest: Guest, command_id: int, script: str) -> bytes:
 
 def bare(argv: Sequence[str], saved: Path, place: Path) -> float:
     """Start the same command with the same files and say HELLO to the agent; milliseconds."""
-    listeners = []
-    fds: dict[int, int] = {}
     words = list(argv)
-    for name, chardev in (("qmp.sock", "id=qmp"), ("agent.sock", "id=agent")):
-        listener = socket.socket(socket.AF_UNIX)
-        (place / name).unlink(missing_ok=True)
-        listener.bind(str(place / name))
-        listener.listen(4)
-        listeners.append(listener)
-        at = next(number for number, word in enumerate(words) if word.startswith(f"socket,{chardev},"))
-        words[at] = f"socket,{chardev},fd={listener.fileno()},server=on,wait=off"
-        fds[listener.fileno()] = listener.fileno()
-    began = time.perf_counter()
-    pid, pidfd = process.spawn(Path(shutil.which(PROGRAM) or PROGRAM), argv=words, fds=fds)
+    with contextlib.ExitStack() as stack:
+        agent = stack.enter_context(listening(place / "agent.sock"))
+        qmp = stack.enter_context(listening(place / "qmp.sock"))
+        devices = stack.enter_context((saved / "devices").open("rb")).fileno()
+        for chardev, fd in (("id=qmp", qmp), ("id=agent", agent)):
+            at = next(number for number, word in enumerate(words) if word.startswith(f"socket,{chardev},"))
+            words[at] = f"socket,{chardev},fd={fd},server=on,wait=off"
+        words[words.index("-incoming") + 1] = f"fd:{devices}"
+        began = time.perf_counter()
+        given = {fd: fd for fd in (agent, qmp, devices)}
+        pid, pidfd = process.spawn(Path(shutil.which(PROGRAM) or PROGRAM), argv=words, fds=given)
+        try:
+            with socket.socket(socket.AF_UNIX) as host:
+                host.settimeout(60)
+                host.connect(str(place / "agent.sock"))
+                host.sendall(HELLO)
+                assert host.recv(1)
+            return (time.perf_counter() - began) * 1000
+        finally:
+            process.send_signal(pidfd)
+            os.waitpid(pid, 0)
+            os.close(pidfd)
+
+
+@contextlib.contextmanager
+def greetings() -> Iterator[list[float]]:
+    """When each agent has answered HELLO, during the block."""
+    greeted: list[float] = []
+    hello = Channel.hello
+
+    async def timed(channel: Channel) -> None:
+        await hello(channel)
+        greeted.append(time.perf_counter())
+
+    Channel.hello = timed  # type: ignore[method-assign,assignment]
     try:
-        with socket.socket(socket.AF_UNIX) as qmp, (saved / "devices").open("rb") as devices:
-            qmp.connect(str(place / "qmp.sock"))
-            reader = qmp.makefile("r")
-            reader.readline()
-            ask(qmp, reader, "qmp_capabilities")
-            socket.send_fds(qmp, [b" "], [devices.fileno()])
-            ask(qmp, reader, "getfd", fdname="d")
-            ask(qmp, reader, "migrate-incoming", uri="fd:d")
-            while ask(qmp, reader, "query-status")["status"] == "inmigrate":
-                pass
-            ask(qmp, reader, "cont")
-        with socket.socket(socket.AF_UNIX) as agent:
-            agent.settimeout(60)
-            agent.connect(str(place / "agent.sock"))
-            agent.sendall(HELLO)
-            assert agent.recv(1)
-        return (time.perf_counter() - began) * 1000
+        yield greeted
     finally:
-        process.send_signal(pidfd)
-        os.waitpid(pid, 0)
-        os.close(pidfd)
-        for listener in listeners:
-            listener.close()
+        Channel.hello = hello  # type: ignore[method-assign]
 
 
-def ask(qmp: socket.socket, reader: object, command: str, **arguments: str) -> dict[str, str]:
-    qmp.sendall(json.dumps({"execute": command, "arguments": arguments}).encode())
-    while True:
-        answer = json.loads(reader.readline())  # type: ignore[attr-defined]
-        if "return" in answer:
-            return dict(answer["return"])
-        assert "event" in answer, answer
+def busy_s() -> float:
+    """What all processors have done, seconds since boot."""
+    user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().splitlines()[0].split()[1:]
+    return sum(map(int, (user, nice, system, irq, softirq))) / os.sysconf("SC_CLK_TCK")
+
+
+@dataclass(slots=True)
+class Measured:
+    """Of several starts."""
+
+    wall_ms: list[float] = field(default_factory=list)
+    cpu_s: float = 0.0
+
+    def line(self, name: str) -> str:
+        wall = (
+            f"{statistics.median(self.wall_ms):7.1f} ms   (median of {len(self.wall_ms)}, min {min(self.wall_ms):.1f}"
+        )
+        cpu = f"; all processors {self.cpu_s * 1000 / len(self.wall_ms):.0f} ms" if self.cpu_s else ""
+        return f"{name:<40}{wall}{cpu})"
 
 
 async def single(bench: Bench, rounds: int) -> None:
@@ -181,20 +198,27 @@ async def single(bench: Bench, rounds: int) -> None:
     vmm = int(json.loads((plan.run_dir / PLACE / "vmm.json").read_bytes())["pid"])
     argv = Path(f"/proc/{vmm}/cmdline").read_bytes().decode().split("\0")[1:-1]
     await bench.backend.stop(running.handle, grace_s=0)
-    ours, theirs, restored = [], [], []
-    for _ in range(rounds):
-        theirs.append(await asyncio.to_thread(bare, argv, plan.state_dir / "base", plan.run_dir / PLACE))
-        one = bench.plan()
-        began = time.perf_counter()
-        started = await bench.backend.start(one)
-        ours.append((time.perf_counter() - began) * 1000)
-        restored.append(await started.guest.ping() * 1000)
-        await bench.destroy(one)
+    raw, greeted, handed, pings = Measured(), Measured(), Measured(), []
+    with greetings() as answers:
+        for _ in range(rounds):
+            before = busy_s()
+            raw.wall_ms.append(await asyncio.to_thread(bare, argv, plan.state_dir / "base", plan.run_dir / PLACE))
+            raw.cpu_s += busy_s() - before
+            one = bench.plan()
+            before, began = busy_s(), time.perf_counter()
+            started = await bench.backend.start(one)
+            handed.wall_ms.append((time.perf_counter() - began) * 1000)
+            handed.cpu_s += busy_s() - before
+            greeted.wall_ms.append((answers[-1] - began) * 1000)
+            pings.append(await started.guest.ping() * 1000)
+            await bench.destroy(one)
     await bench.destroy(plan)
-    raw, mine = statistics.median(theirs), statistics.median(ours)
-    print(f"bare QEMU command → agent's HELLO     {raw:7.1f} ms   (median of {rounds}, min {min(theirs):.1f})")
-    print(f"backend.start → handed out (RENEW)    {mine:7.1f} ms   (median of {rounds}, min {min(ours):.1f})")
-    print(f"ratio                                 {mine / raw:7.2f}      ping {statistics.median(restored):.2f} ms")
+    print(raw.line("bare QEMU command → agent's HELLO"))
+    print(greeted.line("backend.start → agent's HELLO"))
+    print(handed.line("backend.start → handed out (RENEW)"))
+    ratios = [statistics.median(each.wall_ms) / statistics.median(raw.wall_ms) for each in (greeted, handed)]
+    print(f"{'ratios to the bare command':<36}{ratios[0]:8.2f} and {ratios[1]:.2f}")
+    print(f"{'ping':<36}{statistics.median(pings):8.2f} ms")
 
 
 # ── many at once ────────────────────────────────────────────────────────────────────────────────────────────────────

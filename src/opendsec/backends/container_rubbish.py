@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 DEEP = 64
 
@@ -18,6 +19,19 @@ def remove_contents(directory: int) -> None:
     counter = iter(range(1 << 62))
     while _empty(directory, directory, 0, counter):
         pass
+
+
+def empty(*directories: Path) -> None:
+    """Remove what is in them; one that is not there is empty. Blocking: a file system that discards what it frees waits
+    for the disk each time. Raises OSError.
+    """
+    for directory in directories:
+        with contextlib.suppress(FileNotFoundError):
+            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                remove_contents(fd)
+            finally:
+                os.close(fd)
 
 
 def _empty(top: int, fd: int, depth: int, counter: Iterator[int]) -> bool:

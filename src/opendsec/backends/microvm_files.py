@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
+import errno
 import os
 from pathlib import Path
 
 import msgspec
 
 from opendsec.backends.base import Handle
-from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.container_rubbish import empty
 from opendsec.backends.microvm_shape import Kept
 from opendsec.errors import BackendUnavailableError, DiskFullError, OpenDSecError, SnapshotInvalidError, StartError
 from opendsec.guest.base import GuestError, GuestLostError
 from opendsec.model.ids import SandboxId
-from opendsec.store.durable import FULL, disk_full_named, remove_tree
+from opendsec.store.durable import FULL, NO_LINKS, disk_full_named, remove_tree
 
 PLACE, BASE, PAUSED, SAVING, PACKED, KEPT = "vm", "base", "paused", ".saving", "packed", "vm.json"
 
@@ -64,12 +64,16 @@ def start_error(error: OSError | GuestError | GuestLostError, sandbox_id: Sandbo
     return StartError(f"the sandbox's guest agent did not answer: {error}", sandbox_id=sandbox_id)
 
 
-def empty(*directories: Path) -> None:
-    """Remove what is in them. Blocking."""
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                remove_contents(fd)
-            finally:
-                os.close(fd)
+def link_files(source: Path, target: Path) -> bool:
+    """Links to all files of a directory in another, an empty one. False: there are none to be had from one to the
+    other, and the target is empty. Raises OSError (FileNotFoundError: some are gone).
+    """
+    for path in sorted(source.iterdir()):
+        try:
+            os.link(path, target / path.name)
+        except OSError as error:
+            if error.errno not in NO_LINKS and error.errno != errno.EXDEV:
+                raise
+            empty(target)
+            return False
+    return True

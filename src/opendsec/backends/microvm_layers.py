@@ -26,6 +26,7 @@ from pathlib import Path
 import msgspec
 
 from opendsec.errors import StartError
+from opendsec.linux.boot import boot_id
 from opendsec.model.image import Layer
 from opendsec.store.durable import appearing, disk_full_named
 from opendsec.store.loading.base import LayerFiles
@@ -38,7 +39,6 @@ PACKED_FILE = "layers.img"
 """The link to it, beside a sandbox's own disk."""
 MOST_BYTES = 8 * 1024**3
 """Of disks that nobody holds."""
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _PIECE_BYTES = 1 << 20
 
 
@@ -103,7 +103,7 @@ class LayerDisks:
     def open(self) -> None:
         """Remove what an earlier process left half-made, and all after a reboot: it was not synced. Raises OSError."""
         self._root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        mark = self._root / f".boot-{_BOOT_ID.read_text(encoding='ascii').strip()}"
+        mark = self._root / f".boot-{boot_id()}"
         this_boot = mark.exists()
         for path in self._root.iterdir():
             if path != mark and (path.name.startswith(".") or not this_boot):

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import os
 import secrets
 import shutil
@@ -18,6 +17,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 
 from opendsec.backends.microvm_disk import make_ext4
+from opendsec.backends.microvm_files import link_files
 from opendsec.backends.microvm_layers import PACKED_FILE, LayerDisks, LayerDrives, layer_drives
 from opendsec.backends.microvm_shape import MIB, OVERHEAD_MIB, Boot, Shape, identity, machine, setup, template_key
 from opendsec.backends.microvm_templates import MACHINE, Templates
@@ -27,7 +27,7 @@ from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.launch import GUEST_PATH
 from opendsec.linux.network import SandboxNetwork
 from opendsec.model.image import Image
-from opendsec.store.durable import NO_LINKS, remove_tree
+from opendsec.store.durable import remove_tree
 from opendsec.store.loading.base import LayerFiles
 from opendsec.store.sparse import copy_sparse
 from opendsec.vm.base import Place, Vm, Vmm
@@ -216,12 +216,8 @@ async def _save(vm: Vm, target: Path) -> None:
 
 
 def _take(template: Path, base: Path, disks: Sequence[str]) -> None:
-    for path in sorted((template / MACHINE).iterdir()):
-        try:
-            os.link(path, base / path.name)
-        except OSError as error:
-            if error.errno not in NO_LINKS and error.errno != errno.EXDEV:
-                raise
+    if not link_files(template / MACHINE, base):
+        for path in (template / MACHINE).iterdir():
             copy_sparse(path, base / path.name)
     copy_disks(template, base.parent, disks)
 

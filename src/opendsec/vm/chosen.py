@@ -15,8 +15,8 @@ from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_install import INSTALL, find_programs
 from opendsec.vm.firecracker_machine import RECORD as FIRECRACKER_RECORD
 from opendsec.vm.kvm import Kvm, KvmAnswer, usable_kvm
-from opendsec.vm.qemu import RECORD as QEMU_RECORD
 from opendsec.vm.qemu import QemuVmm
+from opendsec.vm.qemu_machine import RECORD as QEMU_RECORD
 
 REMEMBERED = "kvm.json"
 

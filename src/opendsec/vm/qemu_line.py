@@ -22,6 +22,10 @@ TRANSLATED_MIB = 64
 """TCG's cache of translated code: as much as is used becomes memory."""
 _MACHINE = "microvm,x-option-roms=off,rtc=on,isa-serial=off,auto-kernel-cmdline=on,suppress-vmdesc=on"
 """rtc: without it the kernel waits two seconds for one."""
+_MIGRATION = ("-global", "migration.send-configuration=off", "-global", "migration.announce-rounds=0")
+"""What is saved here are the devices and nothing else. And asked to announce itself, a guest's kernel (6.12) takes its
+network's lock in a work item that closing a card waits for, with the lock held: whoever takes eth0 down then hangs, and
+all networking with it."""
 _SANDBOX = "on,obsolete=deny,spawn=deny,resourcecontrol=deny"
 """`elevateprivileges` stays, or QEMU could not drop root itself; what it installs sets no_new_privs."""
 
@@ -41,6 +45,8 @@ class Line:
     qmp_fd: int
     agent_fd: int
     """Listening sockets the VMM is started with."""
+    devices_fd: int = -1
+    """The devices' state it reads as soon as it can, and runs then; -1: it waits to be told."""
 
 
 def check_slots(spec: MachineSpec) -> str:
@@ -60,8 +66,10 @@ def arguments(spec: MachineSpec, line: Line) -> list[str]:
     acpi = "on" if spec.acpi else "off"
     argv = ["-M", f"{_MACHINE},acpi={acpi},memory-backend=mem0", *_accelerator(line)]
     argv += ["-smp", str(spec.cpus), "-m", f"{spec.memory_mib}M", "-object", _memory(spec, line)]
-    argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot", "-S"]
-    argv += ["-global", "migration.send-configuration=off"]  # what is saved here are the devices and nothing else
+    argv += ["-nodefaults", "-no-user-config", "-display", "none", "-no-reboot"]
+    argv += _MIGRATION
+    if line.devices_fd == -1:
+        argv += ["-S"]
     argv += ["-chardev", f"socket,id=qmp,fd={line.qmp_fd},server=on,wait=off", "-mon", "chardev=qmp,mode=control"]
     argv += ["-chardev", f"socket,id=agent,fd={line.agent_fd},server=on,wait=off", "-chardev", _console(line)]
     argv += ["-device", "virtio-serial-device", "-device", "virtconsole,chardev=console"]
@@ -73,7 +81,7 @@ def arguments(spec: MachineSpec, line: Line) -> list[str]:
     if spec.balloon:
         argv += ["-device", "virtio-balloon-device,free-page-reporting=on"]
     if line.restored:
-        argv += ["-incoming", "defer"]
+        argv += ["-incoming", "defer" if line.devices_fd == -1 else f"fd:{line.devices_fd}"]
     else:
         argv += ["-kernel", str(spec.kernel), "-initrd", str(spec.initrd), "-append", spec.command_line]
     return argv + _confinement(line)

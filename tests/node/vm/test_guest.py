@@ -106,8 +106,9 @@ async def _dialled(channel: Channel):  # type: ignore[no-untyped-def]
 
 
 async def test_running_out_of_memory_is_told_as_such(channel: Channel, shell: Shell) -> None:
+    await shell.run("true")
     before = channel.usage
-    assert before is not None
+    assert before is not None  # told before that command's end
     said = await shell.run("exec hog")
     assert said.exit.signal == signal.SIGKILL
     assert channel.usage is not None

@@ -11,14 +11,17 @@ from typing import Any, cast
 
 import pytest
 
-from opendsec.backends import microvm
+from opendsec.backends import microvm_packing
 from opendsec.backends.base import Handle
-from opendsec.backends.ground import Ground
-from opendsec.backends.microvm import MicroVmBackend
+from opendsec.backends.microvm_live import Live
+from opendsec.backends.microvm_machines import Machines
+from opendsec.backends.microvm_parking import Parking
+from opendsec.backends.microvm_turns import Turns
 from opendsec.errors import NodeError, SandboxLostError
 from opendsec.guest.base import Guest, GuestLostError
+from opendsec.linux.cgroup import CgroupDriver
+from opendsec.linux.network import SandboxNetwork
 from opendsec.model.ids import SandboxId, new_sandbox_id
-from opendsec.model.image import Image, ImageConfig
 from opendsec.model.spec import BackendKind
 from opendsec.store.mounts import LayerMounts
 from opendsec.vm.base import Vm, Vmm
@@ -27,30 +30,26 @@ pytestmark = pytest.mark.anyio
 BOX = new_sandbox_id("local")
 
 
-class NoVmm:
-    """Nothing is started here."""
-
-    async def close(self) -> None:
-        """Nothing was opened."""
-
-
 @pytest.fixture
-def backend(tmp_path: Path) -> MicroVmBackend:
-    return MicroVmBackend(
-        vmm=cast("Vmm", NoVmm()),
-        layers=cast("LayerMounts", None),
-        state_dir=tmp_path,
-        run_dir=tmp_path,
-        kernels=tmp_path,
-        ground=Ground(tmp_path),
+def live() -> Live:
+    """Nothing is started here."""
+    return Live(
+        vmm=cast("Vmm", None),
+        made=cast("Machines", None),
+        groups=cast("CgroupDriver", None),
+        network=cast("SandboxNetwork", None),
+        first_slot=0,
+        resolvers=(),
+        boot_id="1",
     )
 
 
-async def test_a_sandbox_has_one_turn_while_anybody_waits_for_it(backend: MicroVmBackend) -> None:
+async def test_a_sandbox_has_one_turn_while_anybody_waits_for_it() -> None:
+    turns = Turns()
     inside: list[str] = []
 
     async def take(name: str) -> None:
-        async with backend._turn(BOX):
+        async with turns.of(BOX):
             inside.append(name)
             assert len(inside) == 1
             await asyncio.sleep(0.01)
@@ -60,13 +59,13 @@ async def test_a_sandbox_has_one_turn_while_anybody_waits_for_it(backend: MicroV
     waits = asyncio.create_task(take("waits"))
     await first  # which, as `destroy` does, leaves while another waits
     await asyncio.gather(waits, take("late"))
-    assert backend._turns == {}
+    assert len(turns) == 0
 
 
 async def test_a_guest_that_trickles_is_waited_for_so_long_and_no_longer(
-    backend: MicroVmBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(microvm, "FREEZE_TIMEOUT_MS", 200)
+    monkeypatch.setattr(microvm_packing, "FREEZE_TIMEOUT_MS", 200)
 
     async def trickle() -> AsyncIterator[bytes]:
         while True:
@@ -74,20 +73,16 @@ async def test_a_guest_that_trickles_is_waited_for_so_long_and_no_longer(
             await asyncio.sleep(0.01)
 
     guest = cast("Guest", SimpleNamespace(pack_upper=trickle))
-    handle = Handle(backend=BackendKind.MICROVM, sandbox_id=BOX, data={})
     with pytest.raises(NodeError, match="did not send"):
         async with asyncio.timeout(20):
-            await backend._receive(handle, guest, tmp_path / "tree", disk_bytes=1 << 30)
+            await microvm_packing.receive(guest, tmp_path / "tree", disk_bytes=1 << 30, sandbox_id=BOX)
 
 
 @pytest.mark.parametrize("finished", [True, False])
 async def test_a_guest_lost_after_the_pack_was_read_costs_it_nothing(
-    backend: MicroVmBackend, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, finished: bool
+    live: Live, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, finished: bool
 ) -> None:
     closed: list[bool] = []
-
-    async def acquire_soon(_image: Image) -> tuple[int, ...]:
-        return ()
 
     async def aclose() -> None:
         closed.append(True)
@@ -99,33 +94,32 @@ async def test_a_guest_lost_after_the_pack_was_read_costs_it_nothing(
         yield
         raise GuestLostError("gone")
 
-    backend._guests[BOX] = cast("Guest", SimpleNamespace(closed=False, aclose=aclose))
-    monkeypatch.setattr(backend, "_layers", SimpleNamespace(acquire_soon=acquire_soon))
-    monkeypatch.setattr(backend, "_written", written)
+    live.guests[BOX] = cast("Guest", SimpleNamespace(closed=False, aclose=aclose))
+    parking = Parking(live, cast("LayerMounts", None))
+    monkeypatch.setattr(microvm_packing, "written", written)
     handle = Handle(backend=BackendKind.MICROVM, sandbox_id=BOX, data={"state_dir": str(tmp_path), "boot_id": "1"})
-    image = Image(name="i", digest="sha256:0", layers=(), config=ImageConfig(), created_at=0)
     if not finished:
         with pytest.raises(SandboxLostError, match="did not hold still"):
-            async with backend.changes(handle, image=image):
+            async with microvm_packing.changes(live, parking, handle, lower=()):
                 pass
         return
-    async with backend.changes(handle, image=image) as changes:
+    async with microvm_packing.changes(live, parking, handle, lower=()) as changes:
         assert changes.lower == ()
     assert closed == [True]  # whoever connects next renews it
 
 
-async def test_a_stop_that_ends_during_close_disturbs_nothing(backend: MicroVmBackend) -> None:
+async def test_a_stop_that_ends_during_close_disturbs_nothing(live: Live) -> None:
     released: list[SandboxId] = []
 
     def vm_of(name: SandboxId) -> Any:
         async def release() -> None:
             released.append(name)
-            backend._vms.pop(third, None)
+            live.vms.pop(third, None)
 
         return cast("Vm", SimpleNamespace(release=release))
 
     first, second, third = (new_sandbox_id("local") for _ in range(3))
-    backend._vms.update({name: vm_of(name) for name in (third, second, first)})
-    await backend.close()
+    live.vms.update({name: vm_of(name) for name in (third, second, first)})
+    await live.release()
     assert released == [first, second]
-    assert backend._vms == {}
+    assert live.vms == {}

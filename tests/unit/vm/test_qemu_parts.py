@@ -50,6 +50,10 @@ def test_a_restored_machine_has_the_devices_of_the_booted_one() -> None:
     assert "-kernel" in booted
     assert "-kernel" not in restored
     assert restored[restored.index("-incoming") + 1] == "defer"
+    assert "-S" in restored
+    by_itself = arguments(SPEC, replace(LINE, restored=True, devices_fd=22))
+    assert by_itself[by_itself.index("-incoming") + 1] == "fd:22"
+    assert "-S" not in by_itself
     assert "share=on" in booted[booted.index("-object") + 1]
     assert restored[restored.index("-object") + 1].endswith("share=off")
     newer = arguments(SPEC, replace(LINE, restored=True, version=(8, 2)))
