@@ -31,7 +31,7 @@ from opendsec.backends.container_rubbish import remove_contents
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
-from opendsec.backends.fullvm_meeting import ENDED, meet, once
+from opendsec.backends.fullvm_meeting import ENDED, GREETING_S, meet, once
 from opendsec.backends.fullvm_ports import dial_forwarded
 from opendsec.backends.fullvm_renewal import renew
 from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
@@ -269,7 +269,23 @@ class FullVmBackend(Backend):
         live = await self._found(handle)
         if live is None:
             return None
-        return Running(handle=handle, guest=await once(self._guest(handle, live)))
+        async with self._awake(live):
+            return Running(handle=handle, guest=await once(self._guest(handle, live)))
+
+    @staticmethod
+    @contextlib.asynccontextmanager
+    async def _awake(live: _Live) -> AsyncIterator[None]:
+        """An agent that stands still cannot greet: a paused machine goes on for these milliseconds."""
+        async with live.machine.turn(timeout_s=None):
+            paused = live.agent and await live.machine.is_paused()
+            if paused:
+                await live.machine.resume()
+            try:
+                yield
+            finally:
+                if paused:
+                    with contextlib.suppress(SandboxLostError):
+                        await live.machine.pause()
 
     async def reconnect(self, handle: Handle) -> Guest:
         """Raises GuestGoneError with what is gone; NodeError. An agent nobody can see is waited for as long as a whole
@@ -289,7 +305,13 @@ class FullVmBackend(Backend):
     async def resume(self, handle: Handle) -> None:
         live = await self._required(handle)
         async with live.machine.turn(timeout_s=None):  # one that cannot be resumed is taken for lost
+            paused = await live.machine.is_paused()
             await live.machine.resume()
+        guest = live.guest
+        if paused and guest is not None and guest.is_machine and not guest.closed:
+            with contextlib.suppress(GuestLostError, TimeoutError):  # its clock has stood still; a lost one shows itself
+                async with asyncio.timeout(GREETING_S):
+                    await renew(guest)
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         live = await self._required(handle)
