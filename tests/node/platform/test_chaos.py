@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[3]
 
 def test_nothing_is_false_lost_or_left_over() -> None:
     """A seed whose first eight faults are of all eight kinds, and pauses so short that these fit in."""
-    options = "--seconds 20 --pause 2 --seed 20326992 --workers 2".split()
+    options = ["--seconds", "20", "--pause", "2", "--seed", "20326992", "--workers", "2"]
     words = [sys.executable, "-m", "benchmarks.chaos", *options]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=380, check=False)
     assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
