@@ -16,13 +16,12 @@ import asyncio
 import contextlib
 import errno
 import os
-import socket
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Changes, Handle, Running, StartPlan, Usage
 from opendsec.backends.container_policy import HOSTNAME, LockedPlan, Shared, host_root, launch_plan
-from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.container_rubbish import empty
 from opendsec.backends.container_templates import Templates, find_resolvers
 from opendsec.backends.ground import Ground, network_of
 from opendsec.errors import (
@@ -38,6 +37,7 @@ from opendsec.errors import (
 from opendsec.guest.base import Guest, GuestLostError
 from opendsec.guest.channel import connect
 from opendsec.linux import process
+from opendsec.linux.boot import boot_id
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.cgroup_files import GroupFiles
 from opendsec.linux.disk import MOUNT, make_disk, remove_disk
@@ -47,6 +47,7 @@ from opendsec.linux.node_number import NodeNumber
 from opendsec.linux.probe import CONTAINER_NEEDS, Remembered
 from opendsec.linux.process import ProcessIdentity
 from opendsec.linux.slots import SLOTS
+from opendsec.linux.sockets import listening
 from opendsec.model.ids import SandboxId
 from opendsec.model.image import Image
 from opendsec.model.node import BackendReport
@@ -141,7 +142,7 @@ class ContainerBackend(Backend):
                 raise HostCapabilityError(answer.sentence, detail={"probe": answer.name}, remedy=answer.remedy)
         self._may_network = await self._can(probes, "network", "veth", "nft", "forwarding")
         self._may_limit_disk = await self._can(probes, "disk limits", "loop", "mkfs.ext4")
-        self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self._boot_id = boot_id()
         resolvers, refused = find_resolvers()
         if refused:
             self._reasons.append(f"name servers that sandboxes cannot reach are left out: {', '.join(refused)}")
@@ -231,7 +232,7 @@ class ContainerBackend(Backend):
             async with self._awake(handle):
                 guest = await connect(str(handle.data["socket"]), timeout_s=HELLO_TIMEOUT_S)
         except GuestLostError:
-            if await _ends_soon(pidfd):
+            if await process.ends_soon(pidfd, within_s=ENDING_TIMEOUT_S):
                 return None
             raise
         finally:
@@ -299,7 +300,7 @@ class ContainerBackend(Backend):
             if self._may_network and self._networks.may_be_attached(slot):
                 await asyncio.to_thread(self._networks.detach, slot)
             remove_disk(state_dir)
-            await asyncio.to_thread(_empty, run_dir, state_dir)
+            await asyncio.to_thread(empty, run_dir, state_dir)
             await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
         except TimeoutError as error:
             raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
@@ -353,7 +354,7 @@ class ContainerBackend(Backend):
         upper, work = await self._writable(plan)
         limits = _limits(plan.spec.resources)
         with (
-            _listening(plan.run_dir / SOCKET_NAME) as listen,
+            listening(plan.run_dir / SOCKET_NAME, backlog=BACKLOG) as listen,
             self._groups.create(plan.sandbox_id, limits, owner=self.host_root(plan.slot)) as leaf,
         ):
             return await self._launcher.launch(
@@ -467,30 +468,12 @@ def _is_online(spec: SandboxSpec) -> bool:
     return spec.network_rules.get("*", False)
 
 
-async def _ends_soon(pidfd: int) -> bool:
-    """An ending process loses its sockets first, and is gone a moment later."""
-    try:
-        await process.wait_ended(pidfd, timeout_s=ENDING_TIMEOUT_S)
-    except TimeoutError:
-        return False
-    return True
-
-
 def _limits(resources: Resources) -> CgroupLimits:
     return CgroupLimits(
         memory_bytes=None if resources.memory_limit_mb is None else resources.memory_limit_mb * MIB,
         pids=resources.pids_limit,
         cpu_cores=resources.cpu_cores_limit,
     )
-
-
-@contextlib.contextmanager
-def _listening(path: Path) -> Iterator[int]:
-    """The agent's listening socket; ours is closed afterwards."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(os.fspath(path))
-        listener.listen(BACKLOG)
-        yield listener.fileno()
 
 
 def _start_error(error: OSError | GuestLostError | ValueError, sandbox_id: SandboxId) -> Exception:
@@ -512,14 +495,3 @@ def _is_full(path: str) -> bool | None:
         return None
     no_inodes = found.f_files > 0 and found.f_favail == 0
     return no_inodes or found.f_bavail * found.f_frsize < FULL_BELOW_BYTES
-
-
-def _empty(*directories: Path) -> None:
-    """Remove what is in them. Blocking: a file system that discards what it frees waits for the disk each time."""
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                remove_contents(fd)
-            finally:
-                os.close(fd)

@@ -23,6 +23,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Final
 
+from opendsec.linux.boot import boot_id
 from opendsec.linux.libc import address_of
 
 DEVICE: Final = Path("/dev/kvm")
@@ -32,7 +33,6 @@ MOST_S: Final = 0.2
 """Processor time all of them may take."""
 _PIECES: Final = 40
 """The loop stops after any of these when the time is used up, so asking an interpreter costs little more than it."""
-_BOOT_ID: Final = Path("/proc/sys/kernel/random/boot_id")
 
 _API_VERSION: Final = 12
 _KVM_GET_API_VERSION, _KVM_CREATE_VM, _KVM_GET_VCPU_MMAP_SIZE = 0xAE00, 0xAE01, 0xAE04
@@ -190,7 +190,7 @@ def _run(cpu: int) -> None:
 def _recall(path: Path) -> KvmAnswer | None:
     try:
         kept = json.loads(path.read_text(encoding="utf-8"))
-        if kept.pop("boot_id") != _BOOT_ID.read_text(encoding="ascii").strip():
+        if kept.pop("boot_id") != boot_id():
             return None
         return KvmAnswer(kvm=Kvm(kept["kvm"]), sentence=str(kept["sentence"]), remedy=str(kept["remedy"]))
     except (FileNotFoundError, ValueError, KeyError, AttributeError, TypeError):
@@ -199,7 +199,7 @@ def _recall(path: Path) -> KvmAnswer | None:
 
 def _remember(path: Path, answer: KvmAnswer) -> None:
     kept = {
-        "boot_id": _BOOT_ID.read_text(encoding="ascii").strip(),
+        "boot_id": boot_id(),
         "kvm": answer.kvm.value,
         "sentence": answer.sentence,
         "remedy": answer.remedy,

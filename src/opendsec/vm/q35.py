@@ -25,6 +25,7 @@ from typing import Any, cast
 from opendsec.errors import HostCapabilityError, NodeError, SandboxLostError, StartError
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
+from opendsec.linux.sockets import listening
 from opendsec.model.image import Firmware
 from opendsec.store.disk_changes import make_overlay
 from opendsec.store.durable import disk_full_named
@@ -216,7 +217,7 @@ class _Descriptors:
         sockets = [(q35_line.MONITOR_FD, QMP_SOCKET), (q35_line.SERIAL_FD, SERIAL_SOCKET)]
         sockets += [(q35_line.AGENT_FD, AGENT_SOCKET)] if machine.agent else []
         for number, name in sockets:
-            yield number, stack.enter_context(_listening(places.directory / name))
+            yield number, stack.enter_context(listening(places.directory / name, backlog=16))
         yield q35_line.OVERLAY_FD, opened(places.state / OVERLAY, os.O_RDWR)
         yield q35_line.OVERLAY_READ_FD, opened(places.state / OVERLAY, os.O_RDONLY)
         for number, path in enumerate(places.disks, q35_line.DISKS_FD):
@@ -251,7 +252,7 @@ class Q35Machine:
             async with monitor(self.directory / QMP_SOCKET) as qmp:
                 yield qmp
         except MonitorLostError as error:
-            if self.pidfd == -1 or await _ends_soon(self.pidfd):
+            if self.pidfd == -1 or await process.ends_soon(self.pidfd):
                 raise SandboxLostError("the machine has ended") from error
             raise NodeError(f"QEMU (pid {self.pid}) does not answer: {error}") from error
 
@@ -428,21 +429,3 @@ def _copy_disk(state: Path, target: Path) -> None:
     copy_sparse(state / OVERLAY, target / OVERLAY)
     if (state / VARIABLES).exists():
         shutil.copyfile(state / VARIABLES, target / VARIABLES)
-
-
-@contextlib.contextmanager
-def _listening(path: Path) -> Iterator[int]:
-    """A listening socket at that path; ours is closed afterwards."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        listener.bind(os.fspath(path))
-        listener.listen(16)
-        yield listener.fileno()
-
-
-async def _ends_soon(pidfd: int) -> bool:
-    """A process that is ending loses its sockets first."""
-    try:
-        await process.wait_ended(pidfd, timeout_s=1)
-    except TimeoutError:
-        return False
-    return True

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox, microvm_backend
 
-from opendsec.backends.base import Parked, Running
+from opendsec.backends.base import Changes, Parked, Running
 from opendsec.backends.microvm import MicroVmBackend
 from opendsec.backends.microvm_files import PAUSED, PLACE
 from opendsec.backends.microvm_shape import DATA_LABEL
@@ -310,6 +310,7 @@ async def test_what_was_written_is_packed(place: Place) -> None:
             if parked:
                 await box.backend.pause(box.running.handle)
             async with box.backend.changes(box.running.handle, image=box.plan.image) as changes:
+                assert isinstance(changes, Changes)
                 assert (changes.tree / "new/d/f").read_bytes() == b"x\n"
                 assert (changes.tree / "new/d/f").stat().st_mode & 0o7777 == 0o4755
                 assert (changes.tree / "new/d/l").readlink() == Path("f")
