@@ -27,7 +27,7 @@ import msgspec
 from opendsec.backends.base import Backend, Capability, DiskChanges, Handle, Running, StartPlan, Usage
 from opendsec.backends.console import Console
 from opendsec.backends.container_policy import host_root
-from opendsec.backends.container_rubbish import remove_contents
+from opendsec.backends.container_rubbish import empty
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
@@ -46,6 +46,7 @@ from opendsec.errors import (
     StartError,
 )
 from opendsec.guest.base import Guest, GuestGoneError, GuestLostError, GuestStream
+from opendsec.linux.boot import boot_id
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.network import SandboxNetwork, raise_loopback
 from opendsec.linux.node_number import NodeNumber
@@ -139,7 +140,7 @@ class FullVmBackend(Backend):
             if not answer.ok and self._may_network:
                 self._may_network = False
                 self._reasons.append(f"no network: {answer.sentence}")
-        self._boot_id = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        self._boot_id = boot_id()
         servers, _ = find_resolvers()
         self._resolvers = "".join(f"nameserver {server}\n" for server in servers).encode("ascii")
         try:
@@ -367,7 +368,7 @@ class FullVmBackend(Backend):
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
             if self._may_network and self._networks.may_be_attached(slot):
                 await asyncio.to_thread(self._networks.detach, slot)
-            await asyncio.to_thread(_empty, run_dir, state_dir)
+            await asyncio.to_thread(empty, run_dir, state_dir)
             await self._groups.remove(sandbox_id, timeout_s=GONE_TIMEOUT_S)
         except TimeoutError as error:
             raise NodeError(f"the sandbox is not gone: {error}", sandbox_id=sandbox_id) from error
@@ -455,14 +456,3 @@ class FullVmBackend(Backend):
 
             live.guest = SilentGuest(live.machine.wait_ended, dial)
         return live.guest
-
-
-def _empty(*directories: Path) -> None:
-    """Remove what is in them."""
-    for directory in directories:
-        with contextlib.suppress(FileNotFoundError):
-            fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                remove_contents(fd)
-            finally:
-                os.close(fd)
