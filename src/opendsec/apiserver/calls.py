@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections import Counter
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -97,7 +96,6 @@ class Calls:
 
     def __init__(self, edges: Edges) -> None:
         self._edges = edges
-        self._under_way: Counter[str] = Counter()
 
     # --- one call ---
 
@@ -137,7 +135,7 @@ class Calls:
         views = await self._edges.views()
         if not views:
             raise refusal({})
-        return order_for_calls(views, self._under_way, seed=secrets.randbits(32), gpu=gpu)
+        return order_for_calls(views, seed=secrets.randbits(32), gpu=gpu)
 
     def _edge_of(self, name: str) -> str:
         if name not in self._edges.links:
@@ -147,12 +145,11 @@ class Calls:
     async def _ask(self, link: EdgeLink, body: bytes, caller: Caller) -> bytes:
         head = self._head(link, b"/v1/fncalls", caller, caller.timeout)
         connection = await link.connection(patience_s=0)
-        self._under_way[link.name] += 1
+        self._edges.called(link.name, 1)
         try:
             connection.begin(b"".join((head, b"content-length: %d\r\n\r\n" % len(body), body)), whole=True)
             return await _good_answer(link, connection)
         finally:
-            self._under_way[link.name] -= 1
             link.release(connection)
 
     def _head(self, link: EdgeLink, target: bytes, caller: Caller, timeout: str | None) -> bytes:
@@ -248,7 +245,7 @@ class Calls:
         head = self._head(link, b"/v1/fncall-batches", run.caller, None if left_s is None else f"{left_s:.3f}")
         body = join_batch([run.calls[index] for index in indexes], indexes)
         connection = await link.connection(patience_s=0)
-        self._under_way[link.name] += len(indexes)
+        self._edges.called(link.name, len(indexes))
         try:
             connection.begin(b"".join((head, b"content-length: %d\r\n\r\n" % len(body), body)), whole=True)
             async with _silence(FNCALL_SILENCE_S):
@@ -262,7 +259,6 @@ class Calls:
                     rest = [lines.pop()]
                     await self._take_lines(run, link, lines, asked)
         finally:
-            self._under_way[link.name] -= len(indexes)
             link.release(connection)
 
     async def _take_lines(self, run: _Run, link: EdgeLink, lines: Sequence[bytes], asked: frozenset[int]) -> None:

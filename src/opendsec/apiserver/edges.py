@@ -1,12 +1,14 @@
 """The edges this apiserver knows, and how full they were when last asked.
 
 With one edge nobody is asked: it decides for itself. With several, reports are at most VIEW_AGE_S old and our own
-placements since then are added, so a burst does not all go to the edge that was emptiest before it.
+placements and calls since then are added, so a burst does not all go to the edge that was emptiest before it
+(`benchmarks/placement.py` has the figures).
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
 
@@ -28,7 +30,8 @@ class Edges:
         self.links = links
         self._views: dict[str, EdgeView] = {}
         self._fresh_until = 0.0
-        self._placed: dict[str, int] = {}
+        self._placed: Counter[str] = Counter()
+        self._called: Counter[str] = Counter()
         self._asking = asyncio.Lock()
 
     def of(self, sandbox_id: str) -> EdgeLink:
@@ -42,7 +45,11 @@ class Edges:
 
     def placed(self, name: str, count: int) -> None:
         """Remember that we just sent `count` sandboxes there."""
-        self._placed[name] = self._placed.get(name, 0) + count
+        self._placed[name] += count
+
+    def called(self, name: str, count: int) -> None:
+        """Remember that we just sent `count` calls there."""
+        self._called[name] += count
 
     async def views(self) -> list[EdgeView]:
         """Every edge as far as known; one that does not answer is shown as not accepting."""
@@ -51,12 +58,16 @@ class Edges:
         now = asyncio.get_running_loop().time
         async with self._asking:
             if now() >= self._fresh_until:
+                # What is sent while they are asked may be in no report: it counts from here on.
+                self._placed, self._called = Counter(), Counter()
                 async with asyncio.TaskGroup() as group:
                     asked = [group.create_task(self._ask(link)) for link in self.links.values()]
                 self._views = {task.result().name: task.result() for task in asked}
-                self._placed = {}
                 self._fresh_until = now() + VIEW_AGE_S
-        return [replace(view, live=view.live + self._placed.get(view.name, 0)) for view in self._views.values()]
+        return [
+            replace(view, live=view.live + self._placed[view.name], calls=view.calls + self._called[view.name])
+            for view in self._views.values()
+        ]
 
     async def _ask(self, link: EdgeLink) -> EdgeView:
         try:

@@ -15,13 +15,14 @@ from opendsec import errors
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EdgeView:
-    """One edge as last seen, with our own placements since then added to `live`."""
+    """One edge as last seen, with our own placements and calls since then added."""
 
     name: str
     live: int = 0
     accepting: bool = True
     calls: int = 0
-    """FnCalls that run or wait there, ours and others'."""
+    """FnCalls that ran or waited there, and those we have sent since: some of them are over, which spreads a burst of
+    short ones instead of sending all to the edge that was emptiest."""
     takes_calls: bool = True
     gpu: bool = False
 
@@ -33,17 +34,15 @@ def order(views: Sequence[EdgeView], *, seed: int) -> tuple[str, ...]:
     return tuple(view.name for view in sorted(shuffled, key=lambda view: (not view.accepting, view.live)))
 
 
-def order_for_calls(
-    views: Sequence[EdgeView], under_way: Mapping[str, int], *, seed: int, gpu: bool = False
-) -> tuple[str, ...]:
+def order_for_calls(views: Sequence[EdgeView], *, seed: int, gpu: bool = False) -> tuple[str, ...]:
     """Every edge, best first for one call: those that carry out calls, with a GPU if one is wanted, then the fewest
-    calls. `under_way`: our own, which are newer than a view.
+    calls.
     """
     shuffled = sorted(views, key=lambda view: view.name)
     random.Random(seed).shuffle(shuffled)  # noqa: S311 - spreading load, not guarding anything
 
     def rank(view: EdgeView) -> tuple[bool, bool, int]:
-        return not view.takes_calls, gpu and not view.gpu, max(view.calls, under_way.get(view.name, 0))
+        return not view.takes_calls, gpu and not view.gpu, view.calls
 
     return tuple(view.name for view in sorted(shuffled, key=rank))
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import httpx
@@ -12,8 +14,9 @@ import pytest
 from tests.cluster.apiserver.conftest import client_for
 from tests.cluster.fncall.conftest import Platform, Start
 
-from opendsec.apiserver import calls
+from opendsec.apiserver import calls, edges
 from opendsec.edge import fncall_routes
+from opendsec.model.fncall_check import edge_of_artifact
 
 pytestmark = pytest.mark.anyio
 
@@ -51,6 +54,21 @@ async def test_one_call(start: Start) -> None:
         slow = await post("/v1/fncalls", json=sh("sleep 9"), headers={"X-OpenDSec-Timeout": "0.1"})
         assert slow.json()["error"]["code"] == "deadline"
         assert platform.engines["a"].report().live == 0
+
+
+async def test_a_burst_of_short_calls_does_not_all_go_to_the_edge_that_was_emptiest(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(edges, "VIEW_AGE_S", 3600.0)
+    async with start("a", "b") as platform:
+        busy = replace(platform.engines["a"].report(), live=6)
+        monkeypatch.setattr(platform.engines["a"], "report", lambda: busy)
+        made = [
+            (await platform.client.post("/v1/fncalls", json=sh("echo", task_type="compile"))).json() for _ in range(20)
+        ]
+        where = Counter(edge_of_artifact(one["artifact"]) for one in made)
+        assert abs(6 + where["a"] - where["b"]) <= 1, where
+        assert sum(where.values()) == 20
 
 
 async def test_an_artifact_is_run_where_it_lies_and_for_its_project_alone(start: Start) -> None:
