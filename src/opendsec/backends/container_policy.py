@@ -69,6 +69,11 @@ def host_root(slot: int) -> int:
     return FIRST_HOST_ID + slot * IDS_PER_SANDBOX
 
 
+def host_range(slot: int) -> range:
+    """All the host's user ids of that slot. Raises ValueError for a slot that has no range."""
+    return range(host_root(slot), host_root(slot) + IDS_PER_SANDBOX)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lock:
     """What a container has that keeps nothing between its uses: a root nobody writes to or rises from, and these."""

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from opendsec.backends.base import Backend, Capability, Changes, Handle, Parked, Running, StartPlan, Usage
-from opendsec.backends.container_policy import host_root
+from opendsec.backends.container_policy import host_range
 from opendsec.backends.container_rubbish import empty
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.ground import Ground, network_of
@@ -166,7 +166,7 @@ class MicroVmBackend(Backend):
         number, self._driver = await self._ground.enter()
         self._network = self._given_network or network_of(number)
         made = Machines(self._vmm, state_dir=self._state_dir, run_dir=self._run_dir, kernels=self._kernels)
-        await made.open(self._driver, self._network, host_id=host_root(number.first_slot + MACHINE_SLOT))
+        await made.open(self._driver, self._network, host_ids=host_range(number.first_slot + MACHINE_SLOT))
         return Live(
             vmm=self._vmm,
             made=made,

@@ -12,7 +12,7 @@ import contextlib
 import os
 import secrets
 import shutil
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from ipaddress import IPv4Address
 from pathlib import Path
 
@@ -60,13 +60,13 @@ class Machines:
         self._restoring = asyncio.Semaphore(MAX_RESTORES)
         self._groups: CgroupDriver | None = None
         self._network: SandboxNetwork | None = None
-        self._host_id = 0
+        self._host_ids: Iterator[int] = iter(())
 
-    async def open(self, groups: CgroupDriver, network: SandboxNetwork, *, host_id: int) -> None:
-        """Find the kernel, make the initrd, remove what an earlier process was making. `host_id`: user of the VMMs of
-        templates. Raises HostCapabilityError, OSError.
+    async def open(self, groups: CgroupDriver, network: SandboxNetwork, *, host_ids: range) -> None:
+        """Find the kernel, make the initrd, remove what an earlier process was making. `host_ids`: users of the VMMs of
+        templates, one each. Raises HostCapabilityError, OSError.
         """
-        self._groups, self._network, self._host_id = groups, network, host_id
+        self._groups, self._network, self._host_ids = groups, network, in_turn(host_ids)
         kernel = await asyncio.to_thread(find_kernel, self._kernels)
         self._state_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         initrd = await asyncio.to_thread(write_initrd, self._state_dir, agent=GUEST_PATH, modules=kernel.modules)
@@ -139,7 +139,7 @@ class Machines:
             drives = await self.drives(image, shape, layers, work)
             async with self._tap(shape) as tap, self._group(name, shape) as procs:
                 spec = machine(shape, self.boot, drives, disks=work, tap=tap)
-                place = Place(directory=directory, cgroup_procs=procs, host_id=self._host_id)
+                place = Place(directory=directory, cgroup_procs=procs, host_id=next(self._host_ids))
                 vm = await self._vmm.boot(spec, place)
                 try:
                     serials = {drive.name: self._vmm.serial_of(drive) for drive in spec.drives}
@@ -189,6 +189,14 @@ class Machines:
                     os.close(fd)
                 self._groups.kill(name)
                 await self._groups.remove(name)
+
+
+def in_turn(numbers: range) -> Iterator[int]:
+    """All of them, again and again, beginning anywhere: an earlier process began elsewhere."""
+    at = secrets.randbelow(len(numbers))
+    while True:
+        yield numbers[at]
+        at = (at + 1) % len(numbers)
 
 
 def addresses(network: SandboxNetwork, slot: int, *, online: bool) -> tuple[IPv4Address | None, IPv4Address | None]:

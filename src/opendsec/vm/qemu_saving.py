@@ -17,6 +17,7 @@ import msgspec
 
 from opendsec.errors import DiskFullError, NodeError, SnapshotInvalidError
 from opendsec.store.durable import FULL, disk_full, disk_full_named
+from opendsec.store.sparse import copy_sparse
 from opendsec.vm import guest_memory as memory_files
 from opendsec.vm.base import Binding, Drive, MachineSpec
 from opendsec.vm.qmp import Monitor, MonitorError
@@ -46,16 +47,22 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def save_devices(qmp: Monitor, target: Path) -> None:
-    """Raises MonitorError, MonitorLostError, OSError."""
-    fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    """QEMU writes to a file of its own, for it may keep it open: others start from a copy, which it never had.
+
+    Raises MonitorError, MonitorLostError, OSError, DiskFullError.
+    """
+    written = target.with_name(f".{target.name}")
+    fd = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
         number = await qmp.add_fd(fd)
         try:
             await qmp.execute("xen-save-devices-state", {"filename": f"/dev/fdset/{number}", "live": False})
         finally:
             await qmp.execute("remove-fd", {"fdset-id": number})
+        await asyncio.to_thread(copy_sparse, written, target)
     finally:
         os.close(fd)
+        written.unlink(missing_ok=True)
 
 
 async def save_memory(record: Record, target: Path, *, whole: bool, must_live: Callable[[], None]) -> None:

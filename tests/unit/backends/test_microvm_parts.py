@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from opendsec.backends.microvm_machines import in_turn
 from opendsec.backends.microvm_shape import DATA_LABEL, Boot, identity, limits_of, shape_of, template_key
 from opendsec.backends.microvm_templates import Templates
 from opendsec.errors import InvalidSpecError, StartError
@@ -185,3 +186,11 @@ def test_identities() -> None:
     one = identity(token=bytes(range(32)), inner=None, host=None, resolvers=("10.0.0.1",))
     assert (one.address, one.gateway, one.resolvers, one.mac) == ("", "", (), "")
     assert (one.machine_id, one.generation) == (bytes(range(16)).hex(), bytes(range(16, 32)).hex())
+
+
+def test_ids_are_taken_in_turn() -> None:
+    numbers = range(70_000, 70_016)
+    taken = in_turn(numbers)
+    assert sorted(next(taken) for _ in numbers) == list(numbers)
+    again = [next(taken) for _ in numbers]
+    assert sorted(again) == list(numbers)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import os
 import struct
 import zlib
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +18,8 @@ from opendsec.vm.base import Accelerator, Binding, Card, Drive, MachineSpec
 from opendsec.vm.guest_memory import Run, runs_of
 from opendsec.vm.qemu_drives import HEAD_SECTORS, MAX_PARTITIONS, SECTOR, TAIL_SECTORS, Part, parted_disk
 from opendsec.vm.qemu_line import Line, arguments, check_slots, numbers_of, version_of
+from opendsec.vm.qemu_saving import save_devices
+from opendsec.vm.qmp import Monitor
 from opendsec.vm.saved import MANIFEST, check_saved, describe, write_manifest
 
 DISK = Drive(name="disk", path=Path("/s/disk,img"), read_only=False)
@@ -42,6 +47,34 @@ BINDING = Binding(vmm="qemu-microvm", version="7.2", accelerator=Accelerator.TCG
 
 def devices(argv: list[str]) -> list[str]:
     return [value for option, value in itertools.pairwise(argv) if option == "-device"]
+
+
+class KeepingMonitor(Monitor):
+    """QEMU's side of a save, which does not let go of its file."""
+
+    kept = -1
+
+    def __init__(self) -> None:
+        """There is no connection."""
+
+    async def add_fd(self, fd: int) -> int:
+        self.kept = os.dup(fd)
+        return 1
+
+    async def execute(
+        self, command: str, arguments: Mapping[str, object] | None = None, *, timeout_s: float = 0
+    ) -> Any:
+        if command != "remove-fd":
+            os.write(self.kept, b"devices")
+
+
+@pytest.mark.anyio
+async def test_who_writes_the_devices_has_not_what_others_start_from(tmp_path: Path) -> None:
+    qemu = KeepingMonitor()
+    await save_devices(qemu, tmp_path / "devices")
+    os.pwrite(qemu.kept, b"DEVICES and more", 0)
+    os.close(qemu.kept)
+    assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("devices", b"devices")]
 
 
 def test_a_restored_machine_has_the_devices_of_the_booted_one() -> None:

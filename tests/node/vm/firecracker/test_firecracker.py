@@ -18,6 +18,7 @@ from opendsec.errors import StartError
 from opendsec.guest.base import GuestError, GuestLostError, StartCommand
 from opendsec.linux import process
 from opendsec.linux.cgroup import find_mounts
+from opendsec.vm import firecracker_machine
 from opendsec.vm.base import Card, Drive
 from opendsec.vm.firecracker import MAX_DRIVES, FirecrackerVmm, Rates
 from opendsec.vm.firecracker_start import CONSOLE_BYTES
@@ -101,6 +102,29 @@ async def test_a_whole_save_needs_no_other_file(yard: Yard) -> None:
     again = await yard.restore(whole)
     assert await yard.wrong_pages(again, pages=100, seed=5) == 0
     assert await yard.wrong_pages(again) == 100
+
+
+async def test_a_vmm_that_keeps_its_files_open_changes_nothing_others_start_from(
+    yard: Yard, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vm = await yard.boot(host_id=JAILED)
+    await vm.pause()
+    kept: list[int] = []
+
+    def looks(target: Path) -> None:
+        kept.extend(os.open(target / name, os.O_RDWR) for name in ("state", "mem"))
+
+    monkeypatch.setattr(firecracker_machine, "_must_be_plain", looks)  # it has written, and goes on
+    saved = yard.folder()
+    await vm.save(saved, whole=True)
+    before = [file_digest(saved / name) for name in ("state", "mem")]
+    for fd in kept:
+        os.pwrite(fd, b"changed" * 1000, 0)
+        os.close(fd)
+    assert len(kept) == 2
+    assert [file_digest(saved / name) for name in ("state", "mem")] == before
+    assert sorted(path.name for path in saved.iterdir()) == ["machine.json", "mem", "mem.sums", "state"]
+    await yard.guest(await yard.restore(saved, host_id=JAILED))
 
 
 async def test_a_machine_may_be_saved_more_than_once_and_goes_on(yard: Yard) -> None:

@@ -80,12 +80,12 @@ class Node:
             network=network,
         )
 
-    def plan(self, slot: int, *, snapshot: Path | None = None) -> StartPlan:
+    def plan(self, slot: int, *, snapshot: Path | None = None, memory_mb: int = 128) -> StartPlan:
         sandbox_id = new_sandbox_id("test")
         state, place = self.state / sandbox_id, self.run / sandbox_id
         state.mkdir(mode=0o700)
         place.mkdir(mode=0o711)
-        resources = Resources(memory_limit_mb=128, disk_limit_mb=16)
+        resources = Resources(memory_limit_mb=memory_mb, disk_limit_mb=16)
         spec = SandboxSpec(image=self.image.name, backend=BackendKind.MICROVM, resources=resources)
         return StartPlan(
             sandbox_id=sandbox_id,
@@ -177,6 +177,19 @@ async def goes_on_from_its_snapshot(backend: MicroVmBackend, handle: Handle, pla
         shutil.rmtree(another)
         assert len(list(plan.state_dir.glob(f"{KEPT_MEMORY}*"))) == 1
     assert await run(await _guest(backend, handle), 40, "check 500 2") == (0, b"0")
+
+
+async def test_templates_are_made_by_users_of_their_own(node: Node) -> None:
+    backend = node.backend()
+    await backend.open()
+    plans = [node.plan(slot, memory_mb=memory_mb) for slot, memory_mb in enumerate((128, 129, 130))]
+    for plan in plans:
+        await backend.start(plan)
+    users = {path.stat().st_uid for path in node.state.glob("microvm/templates/*/disk.img")}
+    assert len(users) == 3, "the writable disk is its VMM's"
+    assert not users & {plan.state_dir.joinpath("disk.img").stat().st_uid for plan in plans}
+    await destroy(backend, *plans)
+    await backend.close()
 
 
 async def test_an_image_of_more_layers_than_drives(node: Node) -> None:
