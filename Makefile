@@ -8,7 +8,7 @@ REQUIRE ?=
 PYTEST_ARGS ?=
 
 .DEFAULT_GOAL := help
-.PHONY: help quickstart test host packages venv native image kernel firecracker lock clean
+.PHONY: help quickstart test host packages venv native image kernel diskkernel firecracker lock clean
 
 help:
 	@echo "make quickstart   install, build, make the image \`$(IMAGE)\`, start the platform, run the demo"
@@ -20,7 +20,7 @@ quickstart: image
 	@$(VENV)/bin/opendsec demo
 	@cat docs/next-steps.txt
 
-test: image kernel firecracker
+test: image kernel diskkernel firecracker
 	$(VENV)/bin/python -m pytest --require '$(REQUIRE)' $(PYTEST_ARGS)
 
 host:
@@ -42,6 +42,9 @@ image: native
 # Without a package index tests of virtual machines are skipped, and say so; .ci/run does not let them.
 kernel: native
 	@$(VENV)/bin/opendsec kernel install --if-missing || true
+
+diskkernel: native
+	@$(VENV)/bin/opendsec kernel fetch --if-missing || true
 
 firecracker: native
 	@$(VENV)/bin/opendsec firecracker install --if-missing || true

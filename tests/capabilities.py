@@ -21,6 +21,7 @@ from tests.shared_store import moosefs
 from opendsec.errors import HostCapabilityError, ImageError
 from opendsec.linux import probe
 from opendsec.store.images import ImageStore
+from opendsec.vm.disk_kernels import kept
 from opendsec.vm.firecracker_install import find_programs
 from opendsec.vm.kernels import find_kernel
 
@@ -72,7 +73,16 @@ def _vmkernel() -> str | None:
     return None
 
 
+def _diskkernel() -> str | None:
+    try:
+        found = kept(STATE_DIR)
+    except HostCapabilityError as exc:
+        return f"{exc.message}; run `make diskkernel`"
+    return None if found else f"no kernel for disks is kept in {STATE_DIR}; run `make diskkernel`"
+
+
 _OWN: dict[str, Callable[[], str | None]] = {
+    "diskkernel": _diskkernel,
     "native": _native,
     "erofs18": erofs_versions.missing,
     "firecracker": _firecracker,

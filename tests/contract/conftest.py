@@ -1,11 +1,11 @@
-"""`place` is a backend: the dummy and, as root, real containers and real microVMs. `box` is a fresh sandbox on it."""
+"""`place` is a backend: the dummy and, as root, real containers, microVMs and full VMs. `box` is a fresh sandbox."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 
 import pytest
-from tests.contract.harness import CONTAINER_NEEDS, MICROVM_NEEDS, PLACES, Place, Sandbox
+from tests.contract.harness import CONTAINER_NEEDS, FULLVM_NEEDS, MICROVM_NEEDS, PLACES, Place, Sandbox
 
 from opendsec.model.spec import BackendKind
 
@@ -13,8 +13,9 @@ CONTAINER = pytest.param(
     BackendKind.CONTAINER, marks=[getattr(pytest.mark, name) for name in CONTAINER_NEEDS], id="container"
 )
 MICROVM = pytest.param(BackendKind.MICROVM, marks=[getattr(pytest.mark, name) for name in MICROVM_NEEDS], id="microvm")
-ALL = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER, MICROVM]
-REAL = [CONTAINER, MICROVM]
+FULLVM = pytest.param(BackendKind.FULLVM, marks=[getattr(pytest.mark, name) for name in FULLVM_NEEDS], id="fullvm")
+ALL = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER, MICROVM, FULLVM]
+REAL = [CONTAINER, MICROVM, FULLVM]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import contextlib
 import functools
 import os
 import shutil
 import tempfile
-from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from dataclasses import dataclass, field, replace
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
@@ -20,11 +21,13 @@ from tests.images import make_busybox_image, make_scratch_image
 from opendsec.backends.base import Backend, Running, StartPlan
 from opendsec.backends.container import ContainerBackend
 from opendsec.backends.dummy import DummyBackend
+from opendsec.backends.fullvm import FullVmBackend
 from opendsec.backends.ground import FORWARDING, Ground
 from opendsec.backends.microvm import MicroVmBackend
 from opendsec.backends.microvm_shape import MIN_MEMORY_MIB
 from opendsec.guest.base import Exit, Guest, Output, StartCommand, StdinTaken
 from opendsec.linux.cgroup import choose_driver, find_mounts
+from opendsec.linux.launch import GUEST_PATH
 from opendsec.linux.network import SandboxNetwork
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.image import Image, ImageConfig
@@ -32,14 +35,20 @@ from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 from opendsec.store.images import ImageStore
 from opendsec.store.loading.direct import DirectLoader
 from opendsec.store.mounts import LayerMounts
+from opendsec.store.programs import ENVIRONMENT
 from opendsec.vm.base import Vmm, WantedVmm
 from opendsec.vm.chosen import ChosenVmm
+from opendsec.vm.disk_building import DiskRecipe, build_disk
+from opendsec.vm.disk_kernels import disk_kernel
 from opendsec.vm.qemu import QemuVmm
 
 ENV = {"PATH": "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"}
 
 CONTAINER_NEEDS = ("root", "native", "cgroup", "erofs", "overlay", "netns")
+FULLVM_NEEDS = ("root", "native", "cgroup", "erofs", "overlay", "netns", "qemu", "diskkernel")
 MICROVM_NEEDS = ("root", "native", "cgroup", "erofs", "qemu", "vmkernel", "tun", "nft")
+PC_MEMORY_MIB, PC_DISK_MIB = 160, 208
+"""Of full VMs: what a Debian kernel boots in, and a disk that is full soon."""
 CONFIGURED: dict[str, Any] = {
     "env": {"GREETING": 'it\'s "a  b" $x \\ é', "EMPTY": ""},
     "user": "agent",
@@ -120,7 +129,18 @@ class Place:
     run_dir: Path
     least_memory_mb: int = 32
     """Smallest limit that is of use here."""
+    least_disk_mb: int = 16
+    """Smallest limit of the disk; for a full VM that is its image's disk."""
+    store: ImageStore | None = None
+    """Of a full VM's disks: what was packed of one is published there."""
+    boots: Callable[[StartPlan], Awaitable[Path]] | None = None
+    """Where a start means to boot: a machine like that of the plan, saved once it had booted."""
     slots: list[int] = field(default_factory=lambda: list(range(64)))
+
+    @property
+    def is_emulated(self) -> bool:
+        """Where a processor may be played by a program: what is counted in hundreds elsewhere is less here."""
+        return self.backend.kind in (BackendKind.MICROVM, BackendKind.FULLVM)
 
     def plan(
         self, image: str = "busybox", *, resources: Resources | None = None, rules: Mapping[str, bool] | None = None
@@ -148,6 +168,8 @@ class Place:
         """A started sandbox, destroyed afterwards; its directories must be empty then."""
         plan = self.plan(image, resources=resources, rules=rules)
         try:
+            if self.boots is not None:
+                plan = replace(plan, snapshot=await self.boots(plan))
             yield Sandbox(self.backend, plan, await self.backend.start(plan))
         finally:
             await self.destroy(plan)
@@ -228,9 +250,6 @@ def microvm_backend(layers: LayerMounts, state: Path, run: Path, *, kernels: Pat
     """Of QEMU, for it runs Linux everywhere, or of the VMM OPENDSEC_TEST_VMM names; it disturbs no other backend.
     `kernels`: the state directory that has the guest kernel.
     """
-    network = SandboxNetwork(
-        state_file=FORWARDING, prefix=IPv4Network("10.207.0.0/16"), links="odsv-", table="opendsec_contract_vm"
-    )
     vmm: Vmm = QemuVmm(state_dir=booted_before())
     if wanted := os.environ.get("OPENDSEC_TEST_VMM"):
         vmm = ChosenVmm(state_dir=STATE_DIR, run_dir=run, wanted=WantedVmm(wanted))
@@ -240,8 +259,7 @@ def microvm_backend(layers: LayerMounts, state: Path, run: Path, *, kernels: Pat
         state_dir=state,
         run_dir=run,
         kernels=kernels,
-        ground=Ground(state, cgroup_root=f"opendsec-contract-vm-{os.getpid()}"),
-        network=network,
+        ground=Ground(state, cgroup_root=f"opendsec-contract-vm-{os.getpid()}"),  # its number gives names and addresses
     )
 
 
@@ -287,8 +305,81 @@ async def microvm_place(*, kernels: Path = STATE_DIR) -> AsyncIterator[Place]:
         shutil.rmtree(run)
 
 
+@functools.cache
+def disks() -> tuple[Path, Mapping[str, Image]]:
+    """A store with a disk of each image, made once for all full VM places of this process."""
+    path = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    (path / "saved").mkdir()
+    store = ImageStore(path / "store")
+    make_busybox_image(store)
+    make_scratch_image(store)
+    make_busybox_image(store, "configured", **CONFIGURED)
+    images = {}
+    with disk_kernel(STATE_DIR, environment=ENVIRONMENT, say=print) as kernel:
+        for name in ("busybox", "scratch", "configured"):
+            recipe = DiskRecipe(image=name, memory_mb=PC_MEMORY_MIB, size_mib=PC_DISK_MIB, modules=False)
+            images[name] = build_disk(store, f"{name}-disk", recipe, kernel=kernel, agent=GUEST_PATH)
+    return path, images
+
+
+@contextlib.asynccontextmanager
+async def fullvm_place() -> AsyncIterator[Place]:
+    """Whole PCs with a Linux inside, in directories and control groups of their own."""
+    made, images = disks()
+    state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
+    run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
+    store = ImageStore(made / "store")
+    backend = FullVmBackend(
+        layers=LayerMounts(DirectLoader(store, state / "metadata"), run / "layers"),
+        state_dir=state,
+        host_state_dir=made,
+        run_dir=run,
+        ground=Ground(state, cgroup_root=f"opendsec-contract-pc-{os.getpid()}"),
+    )
+    place = Place(
+        backend,
+        images,
+        state / "sbx",
+        run / "sbx",
+        least_memory_mb=PC_MEMORY_MIB,
+        least_disk_mb=PC_DISK_MIB,
+        store=store,
+    )
+    booting = asyncio.Lock()
+
+    async def boots(plan: StartPlan) -> Path:
+        """One boot for each shape of machine: a boot is the most a test waits for."""
+        limits = plan.spec.resources
+        saved = made / "saved" / f"{plan.image.name}-{limits.memory_limit_mb}-{limits.disk_limit_mb}"
+        async with booting:
+            if not saved.is_dir():
+                own = place.plan(plan.spec.image, resources=plan.spec.resources)
+                try:
+                    running = await backend.start(own)
+                    partial = saved.with_name("partial")
+                    partial.mkdir()
+                    await backend.snapshot(running.handle, partial)
+                    partial.rename(saved)
+                finally:
+                    await place.destroy(own)
+        return saved
+
+    place.boots = boots
+    try:
+        await backend.open()
+        for directory in (state / "sbx", run / "sbx"):
+            directory.mkdir(mode=0o711)
+        yield place
+    finally:
+        await backend.close()
+        shutil.rmtree(state)
+        shutil.rmtree(run)
+
+
 PLACES = {
     BackendKind.DUMMY: dummy_place,
     BackendKind.CONTAINER: container_place,
     BackendKind.MICROVM: microvm_place,
+    BackendKind.FULLVM: fullvm_place,
 }

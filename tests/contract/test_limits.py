@@ -27,7 +27,7 @@ def on(box: Sandbox, *, real: str, dummy: str) -> str:
 
 def limited(place: Place) -> Resources:
     """All limits at once, so that one machine is booted for all tests."""
-    return Resources(memory_limit_mb=place.least_memory_mb, pids_limit=16, disk_limit_mb=16)
+    return Resources(memory_limit_mb=place.least_memory_mb, pids_limit=16, disk_limit_mb=place.least_disk_mb)
 
 
 async def test_too_much_memory(place: Place) -> None:
@@ -61,7 +61,7 @@ async def test_a_full_disk(place: Place) -> None:
     need(place, Capability.DISK_LIMIT)
     async with place.sandbox(resources=limited(place)) as box:
         with pytest.raises(GuestError) as refused:
-            await box.guest.write_file("/big", zeros(40 * MIB))
+            await box.guest.write_file("/big", zeros((place.least_disk_mb + 24) * MIB))
         assert (refused.value.code, refused.value.errno) == ("file", 28)
         async with asyncio.timeout(10):  # what had arrived is deleted in the agent's own time
             while box.backend.usage(box.running.handle).disk_full:

@@ -77,7 +77,7 @@ async def test_death_by_signal_is_told(box: Sandbox) -> None:
 
 @pytest.mark.slow
 async def test_hundreds_of_commands_among_orphans(place: Place) -> None:
-    count = 100 if place.backend.parks else 500  # the agent is the same; a guest's processor may be emulated
+    count = 100 if place.is_emulated else 500  # the agent is the same; a guest's processor may be emulated
     async with place.sandbox() as box:
         orphans = await box.start("while true; do (sleep 0.01 &); done")
         limit = asyncio.Semaphore(50)

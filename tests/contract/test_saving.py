@@ -11,9 +11,11 @@ from pathlib import Path
 import pytest
 from tests.contract.harness import Place, Sandbox
 
-from opendsec.backends.base import Capability
+from opendsec.backends.base import Capability, DiskChanges
 from opendsec.errors import OpenDSecError, SnapshotInvalidError, UnsupportedError
 from opendsec.guest.base import GuestError, GuestStream
+from opendsec.model.image import Image
+from opendsec.store.disk_changes import pack_change
 
 pytestmark = pytest.mark.anyio
 
@@ -89,13 +91,40 @@ async def test_what_was_written_is_shown_for_packing(place: Place) -> None:
     async with place.sandbox() as box:
         await box.run("echo new > /new; mkdir -p /d/e; echo x > /d/e/f")
         async with box.backend.changes(box.running.handle, image=box.plan.image) as changes:
-            found = {str(path.relative_to(changes.tree)) for path in changes.tree.rglob("*")}
-            assert {"new", "d/e/f"} <= found
-            assert (changes.tree / "new").read_bytes() == b"new\n"
+            if isinstance(changes, DiskChanges):
+                image = await asyncio.to_thread(packed, place, box.plan.image, changes)
+            else:
+                image = None
+                found = {str(path.relative_to(changes.tree)) for path in changes.tree.rglob("*")}
+                assert {"new", "d/e/f"} <= found
+                assert (changes.tree / "new").read_bytes() == b"new\n"
         guest = await box.backend.reconnect(box.running.handle)
         assert guest is not None
         box.running.guest = guest
         assert (await box.run("cat /d/e/f")).stdout == b"x\n"
+    if image is not None:
+        async with booted_from(place, image) as box:
+            assert (await box.run("cat /new /d/e/f")).stdout == b"new\nx\n"
+
+
+def packed(place: Place, image: Image, changes: DiskChanges) -> Image:
+    """An image of the changed disk: what a disk shows is seen by a machine only."""
+    assert changes.whole
+    assert place.store is not None
+    with place.store.staging() as work:
+        made = pack_change(place.store, work, changes.written, on_read=lambda: None)
+        assert made is not None
+        return place.store.publish("packed", layers=list(made.chain), config=image.config, source="test")
+
+
+@asynccontextmanager
+async def booted_from(place: Place, image: Image) -> AsyncIterator[Sandbox]:
+    """A sandbox of another image than the place's own."""
+    plan = replace(place.plan(), image=image)
+    try:
+        yield Sandbox(place.backend, plan, await place.backend.start(plan))
+    finally:
+        await place.destroy(plan)
 
 
 async def test_what_cannot_be_packed_or_saved_says_so(place: Place, box: Sandbox, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from tests.node.guest.agents import Shell
+from tests.node.store.conftest import disk, store  # noqa: F401 (fixtures)
 from tests.node.vm.guests import SETUP, Machine, make_image, new_machine
 
 from opendsec.guest.channel import Channel
