@@ -9,6 +9,7 @@
  *   F1         720 x 400 text mode; F2: back to mode 13h and the picture as at start
  *   F3         the last key's character goes to the second sector of the disk, and to the port ("!": it could not)
  *   F4         the character there goes to the port
+ *   F5         the size the display likes best goes to the port: 2 bytes of width, 2 of height, high ones first (EDID)
  */
         .code16
         .set    noted, 0x7e00           /* a sector behind this one */
@@ -51,6 +52,8 @@ loop:   sti
         je      text
         cmpb    $0x3c, %ah              /* F2 */
         je      again
+        cmpb    $0x3f, %ah              /* F5 */
+        je      likes
         movw    $0x0301, %cx
         cmpb    $0x3d, %ah              /* F3 */
         je      disk
@@ -74,6 +77,26 @@ loop:   sti
 text:   movw    $3, %ax
         int     $0x10
         jmp     loop
+
+likes:  movw    $0x4f15, %ax            /* VBE/DDC: read EDID */
+        movw    $1, %bx
+        xorw    %cx, %cx
+        xorw    %dx, %dx
+        pushw   %dx
+        pop     %es
+        movw    $noted, %di
+        int     $0x10
+        movw    $noted+56, %si          /* of the first detailed timing */
+        call    pixels
+        movw    $noted+59, %si
+        call    pixels
+        jmp     loop
+
+pixels: movb    2(%si), %al             /* its upper four bits */
+        shrb    $4, %al
+        call    put
+        movb    (%si), %al
+        jmp     put
 
 disk:   movw    %cx, %ax                /* write or read one sector */
         pushw   $0

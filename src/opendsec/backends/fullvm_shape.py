@@ -15,6 +15,7 @@ from opendsec.backends.base import Handle, StartPlan
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY
 from opendsec.errors import HostCapabilityError, InvalidSpecError, UnsupportedError
 from opendsec.model.image import Layer, LayerRole, Machine
+from opendsec.model.screen import parse_size
 from opendsec.vm.base import Accelerator
 from opendsec.vm.q35 import AGENT_SOCKET
 from opendsec.vm.q35_line import Q35Spec, cpus_of, disk_bytes
@@ -56,12 +57,19 @@ def shape_of(plan: StartPlan, machine: Machine, saved: Saved | None, accelerator
         accelerator=accelerator,
         memory_mib=limits.memory_limit_mb or machine.memory_mb,
         cpus=cpus_of(machine, limits.cpu_cores_limit),
-        screen=DEFAULT_SCREEN if saved is None else saved.screen,
+        screen=_screen(plan.spec.screen) if saved is None else saved.screen,
         mac=_new_mac() if saved is None else saved.mac,
         disks=len(plan.image.layers),
         disk_bytes=disk_bytes(machine, limits.disk_limit_mb) if saved is None else saved.disk_bytes,
         restored=saved is not None,
     )
+
+
+def _screen(asked: str | None) -> tuple[int, int]:
+    if asked is None:
+        return DEFAULT_SCREEN
+    size = parse_size(asked)
+    return size.width, size.height
 
 
 def _new_mac() -> str:

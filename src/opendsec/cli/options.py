@@ -17,7 +17,12 @@ Snapshot = Annotated[
 ]
 Memory = Annotated[int | None, typer.Option("--memory", metavar="MIB", help="Memory limit in MiB.")]
 Cpus = Annotated[float | None, typer.Option("--cpus", metavar="CORES", help="CPU limit in cores, fractions allowed.")]
-Disk = Annotated[int | None, typer.Option("--disk", metavar="MIB", help="Limit of what it may write, in MiB.")]
+Disk = Annotated[
+    int | None, typer.Option("--disk", metavar="MIB", help="Limit of what it may write, in MiB; of a full VM its disk.")
+]
+Screen = Annotated[
+    str | None, typer.Option("--screen", metavar="WxH", help="Size in pixels of a full VM's screen; 1280x800 without.")
+]
 Network = Annotated[bool, typer.Option("--network", help="Allow outgoing IPv4; without it there is only loopback.")]
 User = Annotated[str | None, typer.Option("--user", "-u", help="User to run as: name, uid or uid:gid.")]
 Workdir = Annotated[str | None, typer.Option("--workdir", "-w", help="Directory to run in.")]
@@ -72,6 +77,7 @@ def run_args(
     toolkits: tuple[str, ...] | None = None,
     disk: int | None = None,
     snapshot: str | None = None,
+    screen: str | None = None,
 ) -> DSecRunArgs:
     """What the client asks the platform for. Raises typer.BadParameter for what goes with another kind only."""
     common: dict[str, Any] = {
@@ -86,7 +92,9 @@ def run_args(
     if backend is BackendKind.FULLVM:
         if workspace is not None or toolkits is not None:
             raise typer.BadParameter("a full VM starts from one disk image alone", param_hint="--workspace, --toolkit")
-        return DSecFullVMRunArgs(image=image, snapshot=snapshot, **common)
+        return DSecFullVMRunArgs(image=image, snapshot=snapshot, screen=screen, **common)
+    if screen is not None:
+        raise typer.BadParameter("only a full VM has a screen (--backend fullvm)", param_hint="--screen")
     if backend is BackendKind.MICROVM or snapshot is not None:
         return DSecMicroVMRunArgs(image=image, snapshot=snapshot, workspace=workspace, toolkits=toolkits, **common)
     assert image is not None

@@ -24,7 +24,8 @@ class DSecRunArgs:
     cpu_cores_limit: float | None = None
     """Cores, fractions allowed; None: no cap of its own."""
     disk_limit_mb: int | None = None
-    """MiB of what the sandbox may write; None: the node's default."""
+    """MiB of what the sandbox may write; None: the node's default. Of a full VM the size of its disk; None: the
+    image's."""
     ttl_running_stop: float | None = 300.0
     """Seconds without an operation and without a running command after which the sandbox is stopped; None: never."""
     ttl_max_stop: float | None = None
@@ -53,6 +54,7 @@ class DSecRunArgs:
         toolkits: Sequence[str] | None = None,
         pids_limit: int | None = Resources().pids_limit,
         snapshot: str | None = None,
+        screen: str | None = None,
     ) -> SandboxSpec:
         self._check_kinds()
         if image is None and snapshot is None:
@@ -75,6 +77,7 @@ class DSecRunArgs:
                 env=dict(self.env),
                 workdir=self.workdir,
                 labels=dict(self.labels),
+                screen=screen,
                 snapshot=snapshot,
             )
         )
@@ -96,7 +99,7 @@ class DSecRunArgs:
         must(backend in tuple(BackendKind), "backend", f"of {', '.join(BackendKind)}")
 
 
-_TEXTS = ("container_image", "image", "snapshot", "workspace", "init_user", "workdir")
+_TEXTS = ("container_image", "image", "snapshot", "workspace", "init_user", "workdir", "screen")
 _WHOLE = ("memory_limit_mb", "disk_limit_mb", "pids_limit")
 _NUMBERS = ("cpu_cores_limit", "ttl_running_stop", "ttl_max_stop")
 
@@ -170,9 +173,11 @@ class DSecFullVMRunArgs(DSecRunArgs):
     """Name of a disk image in the platform's store; firmware, TPM and display adapter are the image's."""
     snapshot: str | None = None
     """Name of a snapshot to go on from, instead of an image; `network_rules` must be what its source had."""
+    screen: str | None = None
+    """Size in pixels the display asks the guest for, as `1920x1080`; None: 1280x800. The guest may choose another."""
     backend: BackendKind = BackendKind.FULLVM
     """`BackendKind.DUMMY` answers from memory, for tests of your own code."""
 
     def to_spec(self) -> SandboxSpec:
         """The checked specification. Raises InvalidSpecError or UnsupportedError naming the field."""
-        return self._spec(self.image, backend=self.backend, snapshot=self.snapshot)
+        return self._spec(self.image, backend=self.backend, snapshot=self.snapshot, screen=self.screen)

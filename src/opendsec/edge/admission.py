@@ -69,6 +69,7 @@ def check_supported(spec: SandboxSpec, capabilities: frozenset[Capability]) -> N
         ("cpu_cores_limit", spec.resources.cpu_cores_limit is not None, Capability.CPU_LIMIT),
         ("pids_limit", spec.resources.pids_limit not in (None, Resources().pids_limit), Capability.PIDS_LIMIT),
         ("disk_limit_mb", spec.resources.disk_limit_mb is not None, Capability.DISK_LIMIT),
+        ("screen", spec.screen is not None, Capability.SCREEN),
         ("network_rules", any(spec.network_rules.values()), Capability.NETWORK),
         ("snapshot", spec.snapshot is not None, Capability.SNAPSHOT),
     )

@@ -32,6 +32,7 @@ def from_snapshot(asked: SandboxSpec, snapshot: Snapshot) -> SandboxSpec:
         workspace=source.workspace,
         toolkits=source.toolkits,
         resources=source.resources,
+        screen=source.screen,
         init_user=asked.init_user or source.init_user,
         env={**source.env, **asked.env},
         workdir=asked.workdir or source.workdir,

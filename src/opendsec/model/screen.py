@@ -6,6 +6,7 @@ character each.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -22,12 +23,29 @@ MAX_SCROLL = 100
 MAX_VIEW_S = 3600.0
 
 
+MIN_SIZE = (320, 200)
+MAX_SIZE_BYTES = 32 << 20
+"""Of one picture with four bytes for each pixel: what display adapters here have room for, 4096 x 2048."""
+_SIZE = re.compile(r"([0-9]{3,4})x([0-9]{3,4})\Z")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScreenSize:
     """In pixels."""
 
     width: int
     height: int
+
+
+def parse_size(text: str, *, field: str = "screen") -> ScreenSize:
+    """Of `1920x1080`: 320x200 up to 4096 wide and 32 MiB in all. Raises InvalidSpecError naming the field."""
+    match = _SIZE.match(text)
+    if match is None:
+        raise _bad(field, f"{text[:40]!r} is no size as 1920x1080 is one")
+    width, height = int(match[1]), int(match[2])
+    if width < MIN_SIZE[0] or height < MIN_SIZE[1] or width > 4096 or width * height * 4 > MAX_SIZE_BYTES:
+        raise _bad(field, f"{text} is not between 320x200 and 4096x2048")
+    return ScreenSize(width=width, height=height)
 
 
 class Button(StrEnum):

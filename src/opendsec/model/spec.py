@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from opendsec.errors import InvalidSpecError, UnsupportedError
 from opendsec.model.ids import check_image_name
+from opendsec.model.screen import parse_size
 
 MAX_BATCH = 32_768
 """Most sandboxes in one request (the published figure of DSec's largest job)."""
@@ -85,10 +86,12 @@ class SandboxSpec:
     workdir: str | None = None
     """Absolute; None: the image's."""
     labels: Mapping[str, str] = field(default_factory=dict)
+    screen: str | None = None
+    """Size in pixels that a display is asked for, as `1920x1080`; None: 1280x800. Of machines with a display."""
     snapshot: str | None = None
-    """Name of a snapshot the sandbox goes on from, memory and disk as they were. Image, workspace, toolkits and
-    resources are the source's then, and may not be given; `network_rules` must be what the source had; `env`,
-    `init_user` and `workdir` are laid over the source's."""
+    """Name of a snapshot the sandbox goes on from, memory and disk as they were. Image, workspace, toolkits,
+    resources and screen are the source's then, and may not be given; `network_rules` must be what the source had;
+    `env`, `init_user` and `workdir` are laid over the source's."""
 
 
 def _bad(field_name: str, why: str) -> InvalidSpecError:
@@ -189,6 +192,7 @@ def _check_from_snapshot(spec: SandboxSpec, name: str) -> None:
         ("cpu_cores_limit", spec.resources.cpu_cores_limit is not None),
         ("pids_limit", spec.resources.pids_limit != Resources().pids_limit),
         ("disk_limit_mb", spec.resources.disk_limit_mb is not None),
+        ("screen", spec.screen is not None),
     )
     for field_name, is_given in given:
         if is_given:
@@ -238,6 +242,8 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
     _check_network(spec.network_rules)
     check_env(spec.env)
     check_labels(spec.labels)
+    if spec.screen is not None:
+        parse_size(spec.screen)
     if spec.workdir is not None:
         check_path(spec.workdir, "workdir")
     if spec.init_user is not None:

@@ -7,7 +7,7 @@ import struct
 from pathlib import Path
 
 import pytest
-from tests.cluster.fullvm.conftest import Platform, command, note, noted
+from tests.cluster.fullvm.conftest import Platform, command, note, noted, until
 
 import opendsec.sync
 from opendsec import DSecFullVMRunArgs, SandboxState
@@ -107,3 +107,33 @@ def _size(platform: Platform, sandbox: opendsec.sync.Sandbox) -> int:
     overlay = platform.state / "edge/local/sandboxes" / sandbox.id / "box/disk.qcow2"
     with overlay.open("rb") as file:
         return int(struct.unpack_from(">Q", file.read(32), 24)[0])
+
+
+def test_a_screen_is_as_large_as_it_was_asked_to_be(platform: Platform) -> None:
+    with pytest.raises(InvalidSpecError, match="screen: 9000x9000 is not between"):
+        platform.client.run_fullvm(DSecFullVMRunArgs(image="boot", screen="9000x9000"))
+    with platform.start().stopping() as plain:
+        assert _likes(plain) == (1280, 800)
+    started = command(
+        platform.environment, "run", "--backend", "fullvm", "--screen", "1920x1080", "--keep", "boot"
+    ).strip()
+    sandbox = platform.client.connect(started)
+    with sandbox.stopping():
+        until(lambda: sandbox.serial.read() == b"boot\n")
+        assert _likes(sandbox) == (1920, 1080)
+        sandbox.snapshot("wide", timeout=60)
+        with pytest.raises(InvalidSpecError, match="screen: is what it was"):
+            platform.client.run_fullvm(DSecFullVMRunArgs(snapshot="wide", screen="800x600"))
+        again = platform.client.run_fullvm(DSecFullVMRunArgs(snapshot="wide"), timeout=60)
+        with again.stopping():
+            assert again.status().spec.screen == "1920x1080"
+            assert _likes(again) == (1920, 1080)
+    platform.client.snapshots.remove("wide")
+
+
+def _likes(sandbox: opendsec.sync.Sandbox) -> tuple[int, ...]:
+    """Size its display tells the guest it likes best."""
+    at = len(sandbox.serial.read())
+    sandbox.keyboard.press("f5")
+    until(lambda: len(sandbox.serial.read(at)) == 4)
+    return struct.unpack(">HH", sandbox.serial.read(at))

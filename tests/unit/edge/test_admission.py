@@ -56,6 +56,12 @@ def test_defaults_nobody_asked_for_are_not_refused() -> None:
     admission.check_supported(SandboxSpec(image="debian"), frozenset())
 
 
+def test_a_screen_needs_a_display() -> None:
+    with pytest.raises(UnsupportedError, match="screen: the container backend") as raised:
+        admission.check_supported(SandboxSpec(image="debian", screen="800x600"), frozenset({Capability.EXEC}))
+    assert raised.value.detail["field"] == "screen"
+
+
 def test_open_network_needs_a_network() -> None:
     with pytest.raises(UnsupportedError, match="network"):
         admission.check_supported(SandboxSpec(image="debian", network_rules={"*": True}), frozenset())

@@ -17,9 +17,25 @@ from opendsec.model.screen import (
     check_input,
     check_text,
     check_view,
+    parse_size,
 )
 
 PLAIN = string.ascii_letters + string.digits + string.punctuation + " \n\t"
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1920", "1920x", "1920 x 1080", "1920x1080\n", "64x64", "8000x200", "4096x4096", "²x²"]
+)
+def test_what_is_no_size_of_a_screen_is_refused(text: str) -> None:
+    with pytest.raises(InvalidSpecError, match="screen: ") as raised:
+        parse_size(text)
+    assert raised.value.detail["field"] == "screen"
+
+
+def test_sizes_of_screens() -> None:
+    for text in ("320x200", "1920x1080", "4096x2048"):
+        size = parse_size(text)
+        assert f"{size.width}x{size.height}" == text
 
 
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
