@@ -54,19 +54,28 @@ class Listing:
         self._edges = edges
 
     async def page(
-        self, *, project: str, labels: Sequence[str], state: str, limit: int, cursor: str, request_id: str
+        self,
+        *,
+        project: str,
+        labels: Sequence[str],
+        state: str,
+        limit: int,
+        cursor: str,
+        usage: bool,
+        request_id: str,
     ) -> SandboxPage:
-        """Up to `limit` sandboxes. `state` is for the edges to understand."""
+        """Up to `limit` sandboxes. `state` is for the edges to understand; `usage`: with their memory in use."""
         check_filters(labels=labels, limit=limit)
         start, inner = decode_cursor(cursor)
         names = [name for name in sorted(self._edges.links) if name >= start]
+        filters = [*(("label", label) for label in labels), ("state", state), ("usage", "true" if usage else "")]
         found: list[SandboxStatus] = []
         for position, name in enumerate(names):
             page = await self._edge_page(
                 name,
                 project=project,
                 request_id=request_id,
-                query=[*(("label", label) for label in labels), ("state", state), ("limit", str(limit - len(found)))],
+                query=[*filters, ("limit", str(limit - len(found)))],
                 cursor=inner if name == start else "",
             )
             found += page.items

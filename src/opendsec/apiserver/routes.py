@@ -34,7 +34,7 @@ from opendsec.wire.contracts import (
 
 Incoming = Request[Any, Any, Any]
 Labels = FromQuery[list[str] | None]
-_LIST_QUERY = frozenset({"label", "state", "limit", "cursor"})
+_LIST_QUERY = frozenset({"label", "state", "limit", "cursor", "usage"})
 InState = Annotated[str, QueryParameter(name="state")]
 
 
@@ -166,9 +166,10 @@ async def list_sandboxes(
     in_state: InState = "",
     limit: FromQuery[int] = 100,
     cursor: FromQuery[str] = "",
+    usage: FromQuery[bool] = False,
 ) -> SandboxPage:
     """`label=key=value` may be repeated (all must match); `state` is `live` (default), `all` or states with commas
-    between; `cursor` is the last page's.
+    between; `cursor` is the last page's; `usage=true` tells the memory in use of each.
     """
     for name in request.query_params:
         if name not in _LIST_QUERY:
@@ -179,6 +180,7 @@ async def list_sandboxes(
         state=in_state,
         limit=limit,
         cursor=cursor,
+        usage=usage,
         request_id=request_id(request.scope),
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Annotated
 
 import anyio
@@ -21,8 +20,6 @@ from opendsec.model.command import CommandStatus
 from opendsec.model.node import LIVE_STATES, SandboxState, SandboxStatus
 
 PARALLEL = 32
-MOST_ASKED = 64
-"""Of so many sandboxes `ls` shows the memory; of more it costs too long."""
 SandboxIds = Annotated[list[str], typer.Argument(metavar="SANDBOX", help="Ids of sandboxes.")]
 
 
@@ -37,7 +34,7 @@ def ls(
     wanted = options.pairs(labels, "--label")
 
     async def main(client: DSecClient) -> int:
-        found = [item async for item in client.list(labels=wanted, state=state)]
+        found = [item async for item in client.list(labels=wanted, state=state, usage=not quiet)]
         shown = [item for item in found if everything or state is not None or item.state in LIVE_STATES]
         if as_json:
             print_json(shown)
@@ -46,26 +43,10 @@ def ls(
                 print_line(item.sandbox_id)
         else:
             columns = ("SANDBOX", "STATE", "IMAGE", "AGE", "COMMANDS", "MEMORY", "LABELS")
-            print_table(columns, [_row(item) for item in await _with_memory(client, shown)])
+            print_table(columns, [_row(item) for item in shown])
         return 0
 
     with_client(main)
-
-
-async def _with_memory(client: DSecClient, items: list[SandboxStatus]) -> list[SandboxStatus]:
-    """With the memory of those that live, which a listing does not have; of the first MOST_ASKED, each asked alone."""
-    found = list(items)
-    limit = anyio.CapacityLimiter(PARALLEL)
-
-    async def one(index: int) -> None:
-        async with limit:
-            with suppress(OpenDSecError):  # it has ended meanwhile, or its edge is away: not known, as listed
-                found[index] = await (await client.connect(items[index].sandbox_id)).status()
-
-    async with anyio.create_task_group() as group:
-        for index in [index for index, item in enumerate(items) if item.state in LIVE_STATES][:MOST_ASKED]:
-            group.start_soon(one, index)
-    return found
 
 
 def _row(item: SandboxStatus) -> tuple[str, ...]:

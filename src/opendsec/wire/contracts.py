@@ -5,7 +5,7 @@ Management (JSON)
     POST   /v1/sandbox-batches                  BatchRequest → 200, NDJSON of BatchItem as they become ready (any order)
     POST   /v1/sandbox-batches/abandon          AbandonRequest → Empty; ends what the batch of this Idempotency-Key
                                                 started, but for the indexes to keep, and starts no more of it
-    GET    /v1/sandboxes?label=k=v&state=&limit=&cursor=      → SandboxPage
+    GET    /v1/sandboxes?label=k=v&state=&limit=&cursor=&usage=BOOL          → SandboxPage
     GET    /v1/sandboxes/{id}                   → SandboxStatus (ended ones too, for a while)
     PATCH  /v1/sandboxes/{id}                   UpdateRequest → SandboxStatus
     DELETE /v1/sandboxes/{id}                   → SandboxStatus; idempotent, valid in every state, wins every race

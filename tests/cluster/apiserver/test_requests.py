@@ -195,6 +195,10 @@ async def test_listing_crosses_edges_with_a_cursor(start: Start) -> None:
             if not cursor:
                 break
         assert len(seen) == len(set(seen)) == 30
+        assert not any("usage" in target for _, target, _ in platform.edges["a"].requests)
+        assert (await platform.client.get("/v1/sandboxes?usage=true")).status_code == 200
+        assert "usage=true" in platform.edges["a"].requests[-1][1]
+        assert error_of(await platform.client.get("/v1/sandboxes?usage=odd"))[2] == "usage"
 
 
 async def test_images_of_all_edges_each_once(start: Start) -> None:

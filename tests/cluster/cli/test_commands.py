@@ -191,3 +191,4 @@ def test_ls_shows_the_memory_in_use(cli: Cli, sandbox: str) -> None:
     assert cli("exec", "--session", "s", sandbox, "--", "pwd").returncode == 0
     head, row = cli("ls").stdout.decode().splitlines()
     assert row[head.index("MEMORY") :].split()[0] not in ("-", ""), row
+    assert json.loads(cli("ls", "--json").stdout)[0]["memory_bytes"] >= 0

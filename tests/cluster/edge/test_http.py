@@ -233,6 +233,10 @@ async def test_listing_by_label_and_cursor(edge: EdgeProcess) -> None:
     stopped = (await edge.client.get("/v1/sandboxes?label=job=listing&state=stopped")).json()["items"]
     assert (len(live), [one["sandbox_id"] for one in stopped]) == (4, ids[:1])
     refused(await edge.client.get("/v1/sandboxes?state=odd"), 422, "invalid_spec", "state")
+    assert all(one["memory_bytes"] is None for one in live)
+    used = (await edge.client.get("/v1/sandboxes?label=job=listing&state=all&usage=true")).json()["items"]
+    assert {one["sandbox_id"]: one["memory_bytes"] is None for one in used} == {one: one == ids[0] for one in ids}
+    refused(await edge.client.get("/v1/sandboxes?usage=odd"), 422, "invalid_spec", "usage")
 
 
 async def test_update_and_pause(edge: EdgeProcess) -> None:

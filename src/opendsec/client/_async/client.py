@@ -319,11 +319,15 @@ class DSecClient:
         labels: Mapping[str, str] | None = None,
         state: SandboxState | str | None = None,
         page_size: int = 200,
+        usage: bool = False,
     ) -> AsyncIterator[SandboxStatus]:
-        """All sandboxes of your project with all these labels and in this state, page by page."""
+        """All sandboxes of your project with all these labels and in this state, page by page.
+
+        `usage`: with `memory_bytes`, what each uses now; it costs the platform some reads for each.
+        """
         if state is not None and state not in set(SandboxState):
             raise InvalidSpecError(f"state: {state!r} is not of {', '.join(SandboxState)}", detail={"field": "state"})
-        wanted = "" if state is None else f"&state={state}"
+        wanted = ("" if state is None else f"&state={state}") + ("&usage=true" if usage else "")
         pairs = [
             target("x", query={"label": f"{key}={value}"}).partition("?")[2] for key, value in (labels or {}).items()
         ]
