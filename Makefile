@@ -21,7 +21,7 @@ quickstart: image
 	@cat docs/next-steps.txt
 
 test: image kernel diskkernel firecracker
-	$(VENV)/bin/python -m pytest --require '$(REQUIRE)' $(PYTEST_ARGS)
+	@scripts/run-tests '$(VENV)' '$(REQUIRE)' $(PYTEST_ARGS)
 
 host:
 	@scripts/host-check '$(PYTHON)'

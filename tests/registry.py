@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import http.client
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from tests.ports import free_port
 
 USER, PASSWORD = "someone", "pass:word"
 _CONFIG = """\
@@ -58,14 +59,12 @@ class Registry:
 @contextmanager
 def running_registry(root: Path) -> Iterator[Registry]:
     """Start one, wait until it answers, and end it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     root.mkdir()
     (root / "config.yml").write_text(_CONFIG.format(root=root, port=port))
     command = ["htpasswd", "-Bbn", USER, PASSWORD]
     (root / "htpasswd").write_text(
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=10).stdout
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
     )
     with (root / "log").open("wb") as log:
         server = subprocess.Popen(["docker-registry", "serve", root / "config.yml"], stdout=log, stderr=log)
@@ -74,11 +73,11 @@ def running_registry(root: Path) -> Iterator[Registry]:
         yield Registry(host=f"127.0.0.1:{port}", root=root)
     finally:
         server.terminate()
-        server.wait(timeout=10)
+        server.wait(timeout=30)
 
 
 def _wait(port: int, server: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline and server.poll() is None:
         connection = http.client.HTTPConnection("127.0.0.1", port, timeout=1)
         try:

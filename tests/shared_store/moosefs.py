@@ -52,7 +52,7 @@ BOUNDED = ("mfsioretries=4", "mfstimeout=12")
 Its default is to try 30 times, for minutes."""
 
 _NETWORK = "198.18.77"
-_STARTED_S = 20.0
+_STARTED_S = 60.0
 _EMPTY_METADATA = b"MFSM NEW"
 _MASTER = """
 WORKING_USER = root

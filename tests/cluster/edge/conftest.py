@@ -78,7 +78,7 @@ async def nothing_left(edge: EdgeProcess) -> None:
     left = [str(path) for path in Path("/sys/fs/cgroup").glob(f"*/{edge.cgroup}/*/sbx-*")]
     left += [str(path) for path in Path("/sys/fs/cgroup").glob(f"{edge.cgroup}/*/sbx-*")]
     assert left == []
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while held := [told for told in map(_told, filter(str.isdigit, os.listdir("/proc"))) if edge.cgroup in told]:
         # The host's init reaps the guest agents in its own time.
         assert time.monotonic() < until, held

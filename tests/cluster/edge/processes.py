@@ -44,7 +44,7 @@ class EdgeProcess:
     def fresh_client(self) -> httpx.AsyncClient:
         """With connections of its own."""
         transport = httpx.AsyncHTTPTransport(uds=str(self.socket), limits=httpx.Limits(max_connections=600))
-        return httpx.AsyncClient(transport=transport, base_url="http://edge", timeout=30)
+        return httpx.AsyncClient(transport=transport, base_url="http://edge", timeout=60)
 
     @property
     def pid(self) -> int:
@@ -83,7 +83,7 @@ class EdgeProcess:
     def _end(self, number: int) -> int:
         assert self._process is not None
         self._process.send_signal(number)
-        return self._process.wait(20)
+        return self._process.wait(60)
 
     async def close(self) -> None:
         if self._process is not None and self._process.poll() is None:

@@ -86,16 +86,21 @@ async def test_kills_under_load_lose_nothing(containers: EdgeProcess) -> None:
             "a command ran twice, or never"
         )
 
+    async def more_results(count: int) -> None:
+        wanted = len(results) + count
+        async with asyncio.timeout(60):
+            while len(results) < wanted:
+                await asyncio.sleep(0.01)
+
     async with asyncio.TaskGroup() as group:
         for sandbox_id in ids:
             for lane in range(3):
                 group.create_task(work(sandbox_id, lane))
         for _ in range(4):
-            await asyncio.sleep(0.3)
+            await more_results(12)
             await restart(edge)
-        await asyncio.sleep(0.3)
+        await more_results(12)
         stop.set()
-    assert len(results) > 12
     for _, count, done in results:
         assert bytes(done.stdout) == b"out-%d\n" % count
         assert done.result["exit_code"] == count % 100
@@ -127,7 +132,7 @@ async def test_kills_while_creating_and_deleting_leave_nothing_behind(containers
             done = await edge.run(one, "echo alive")
             assert bytes(done.stdout) == b"alive\n"
         assert all(item["state"] in ("running", "stopping", "stopped", "failed") for item in items)
-    until = time.monotonic() + 10
+    until = time.monotonic() + 60
     while (await edge.client.get("/v1/sandboxes?state=stopping")).json()["items"]:
         assert time.monotonic() < until
         await asyncio.sleep(0.05)
@@ -147,7 +152,7 @@ async def test_sandbox_killed_while_no_edge_ran(containers: EdgeProcess) -> None
     # As a reboot leaves it: the tmpfs is empty.
     shutil.rmtree(edge.socket.parent / "sbx")
     await edge.start()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while (status := (await edge.client.get(f"/v1/sandboxes/{sandbox_id}")).json())["state"] == "stopping":
             await asyncio.sleep(0.02)
     assert (status["state"], status["end_reason"]) == ("failed", "guest_lost")

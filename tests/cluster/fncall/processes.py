@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import httpx
 from tests.cluster.edge.processes import SOURCE, EdgeProcess
+from tests.ports import free_port
 
 from opendsec.apiserver.__main__ import new_key
 from opendsec.apiserver.settings import from_environment
@@ -23,9 +23,7 @@ class Apiserver:
     """`python -m opendsec.apiserver` on a TCP port of its own."""
 
     def __init__(self, folder: Path, edges: Mapping[str, Path], **settings: str) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self.address = f"127.0.0.1:{free_port()}"
         self._environment: Mapping[str, str] = {
             **{name: value for name, value in os.environ.items() if not name.startswith("OPENDSEC_")},
             "PYTHONPATH": str(SOURCE),

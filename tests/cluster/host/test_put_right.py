@@ -7,8 +7,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.cluster.host.test_up import Machine, free_port
+from tests.cluster.host.test_up import Machine
 from tests.images import make_busybox_image
+from tests.ports import free_port
 
 from opendsec.store.images import ImageStore
 from opendsec.vm.kernels import find_kernel

@@ -18,15 +18,9 @@ from typing import Any
 
 import httpx
 import pytest
+from tests.ports import free_port
 
 ROOT = Path(__file__).parents[3]
-
-
-def free_port() -> int:
-    """A TCP port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def is_free(port: int) -> bool:
@@ -65,7 +59,7 @@ class Machine:
     def opendsec(self, *words: str, **changed: str) -> subprocess.CompletedProcess[str]:
         command = [sys.executable, "-m", "opendsec.main", *words]
         environment = {**self.environment, **changed}
-        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=50, check=False)
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=150, check=False)
 
     def json(self, *words: str) -> Any:
         done = self.opendsec(*words, "--json")
@@ -93,7 +87,7 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
         assert not machine.run_dir.exists()
 
 
-def until(check: Callable[[], Any], *, timeout_s: float = 15.0) -> float:
+def until(check: Callable[[], Any], *, timeout_s: float = 60.0) -> float:
     """Seconds until `check` is true."""
     begun = time.monotonic()
     while not check():

@@ -22,7 +22,7 @@ OUTSIDE = 268435456
 DOCKER_CAPS = 0xA80425FB
 CAP_SYS_PTRACE = 1 << 19
 PROBE_SOURCE = Path(__file__).with_name("probe_guest.c")
-DEADLINE_S = 10.0
+DEADLINE_S = 30.0
 
 
 def build_probe(directory: Path) -> Path:

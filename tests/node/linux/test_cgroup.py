@@ -127,7 +127,7 @@ async def test_a_cpu_quota(groups: CgroupDriver) -> None:
         before = groups.usage("box").cpu_s or 0.0
         program.communicate(timeout=30)
         used_s = (groups.usage("box").cpu_s or 0.0) - before
-    assert 0.02 < used_s < 0.4
+    assert 0 < used_s < 0.4
     await groups.remove("box")
 
 

@@ -197,7 +197,7 @@ async def _failure(launcher: Launcher, place: Place) -> LaunchError:
 
 
 async def _until(condition: Any) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not condition():
             await asyncio.sleep(0.001)
 

@@ -82,7 +82,7 @@ class Reader:
             thread.join(60)
             assert not thread.is_alive()
 
-    def wait_for(self, more: int, *, within_s: float = 30.0) -> None:
+    def wait_for(self, more: int, *, within_s: float = 60.0) -> None:
         """So many more pieces, or a failure."""
         wanted, deadline = self.pieces + more, time.monotonic() + within_s
         while self.pieces < wanted and self.failure is None:
@@ -161,7 +161,7 @@ def test_reading_goes_on_when_a_server_is_lost(mounted: Mounted, cluster: Cluste
         try:
             before = cluster.received_bytes("b")
             wait_until(
-                lambda: reader.failure or cluster.received_bytes("b") - before > len(mounted.content), within_s=40
+                lambda: reader.failure or cluster.received_bytes("b") - before > len(mounted.content), within_s=90
             )
         finally:
             if how == "killed":
@@ -248,7 +248,7 @@ def read_past_cache(directory_fd: int) -> None:
         os.close(file)
 
 
-def wait_until(condition: object, *, within_s: float = 20.0) -> None:
+def wait_until(condition: object, *, within_s: float = 60.0) -> None:
     assert callable(condition)
     deadline = time.monotonic() + within_s
     while not condition():

@@ -74,7 +74,8 @@ class Node:
         self.wait_ready()
 
     def wait_ready(self) -> None:
-        for _ in range(400):
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
             with contextlib.suppress(NodeError):
                 self.ask("status")
                 return

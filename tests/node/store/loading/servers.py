@@ -8,7 +8,6 @@ import http.server
 import os
 import random
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,8 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.parse import unquote
+
+from tests.ports import free_port
 
 _RANGE = re.compile(r"bytes=(\d+)-(\d*)\Z")
 
@@ -151,9 +152,7 @@ def web_server(root: Path) -> Iterator[Served]:
 @contextlib.contextmanager
 def s3_server(bucket: str) -> Iterator[dict[str, str]]:
     """A real S3 API (moto) with one bucket; the environment in which clients find it."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     process = subprocess.Popen(
         [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)],
         stdout=subprocess.DEVNULL,
@@ -171,12 +170,13 @@ def s3_server(bucket: str) -> Iterator[dict[str, str]]:
         }
     finally:
         process.terminate()
-        process.wait(10)
+        process.wait(30)
 
 
 def _make_bucket(port: int, bucket: str) -> None:
-    for _ in range(200):
-        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=5)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
         try:
             connection.request("PUT", f"/{bucket}", headers={"Host": f"127.0.0.1:{port}"})
             assert connection.getresponse().status == 200

@@ -89,7 +89,7 @@ async def test_a_slow_store_delays_its_own_machines_only(yard: Yard, far: tuple[
     assert await yard.wrong_pages(vm, pages=64) == 0
     assert told.reads > 1
     assert time.monotonic() - begin > 0.2
-    assert fast_s < 20
+    assert fast_s < 60
     await vm.kill()
 
 
@@ -119,7 +119,7 @@ async def test_a_store_that_hangs_ends_the_machine_in_time(yard: Yard, far: tupl
     guest = await yard.guest(vm)
     told.hang_after = 0
     starting = asyncio.ensure_future(_keep_busy(yard))
-    async with asyncio.timeout(15):
+    async with asyncio.timeout(60):
         with pytest.raises(GuestLostError):
             await run(guest, 1, "check 2048 7")
     starting.cancel()
@@ -187,7 +187,7 @@ async def test_a_machine_found_after_its_giver_is_ended(yard: Yard, far: tuple[P
     giver = record.served_by.pid
     await yard.vmm.close()  # the edge goes, and then the giver
     os.kill(giver, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         while process.reap(giver) is None and process.identify(giver) is not None:
             await asyncio.sleep(0.01)
     found = await yard.vmm.find(place)
