@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from opendsec.backends.fullvm_meeting import meet
 from opendsec.errors import NodeError
+from opendsec.guest.base import GuestGoneError
 from opendsec.linux import process
 from opendsec.model.screen import Action, ActionKind
 from opendsec.vm.display import act, take_picture
-from opendsec.vm.q35 import QMP_SOCKET, Q35Machine
+from opendsec.vm.q35 import AGENT_SOCKET, OVERLAY, QMP_SOCKET, STATE, Q35Machine
 
 pytestmark = [pytest.mark.anyio, pytest.mark.qemu]
 PROGRAM = Path("/usr/bin/qemu-system-x86_64")
@@ -72,3 +74,80 @@ async def test_a_save_whose_edge_has_died_stops_the_machine_no_more(machine: Q35
                 while (await qmp.execute("query-migrate"))["status"] not in ("cancelled", "failed"):
                     await asyncio.sleep(0.05)
         assert not await machine.is_paused()
+
+
+async def test_a_save_leaves_the_monitor_free_and_what_needs_a_turn_waits_for_it(
+    machine: Q35Machine, tmp_path: Path
+) -> None:
+    await machine.resume()
+    await _set(machine, **{"max-bandwidth": 1024})  # it would take minutes
+    state, target = tmp_path / "state", tmp_path / "target"
+    state.mkdir()
+    target.mkdir()
+    (state / OVERLAY).write_bytes(b"disk")
+
+    async def save() -> None:
+        async with machine.turn():
+            await machine.save(target, state)
+
+    saving = asyncio.ensure_future(save())
+    typing = asyncio.ensure_future(asyncio.sleep(0))
+    try:
+        async with asyncio.timeout(60):
+            while not await machine.is_paused():
+                assert not saving.done()
+                await asyncio.sleep(0.01)
+        png, _ = await take_picture(machine)
+        assert png
+        with pytest.raises(NodeError, match="it is being saved or packed") as raised:
+            async with machine.turn(timeout_s=0.05):
+                pass
+        assert raised.value.retryable
+        typing = asyncio.ensure_future(act(machine, [Action(kind=ActionKind.TYPE, text="x")]))
+        await asyncio.sleep(0)
+        assert not saving.done()
+        await _set(machine, **{"max-bandwidth": 0})
+        async with asyncio.timeout(60):
+            await saving
+            await typing  # and was not refused: the machine runs again
+    finally:
+        for task in (saving, typing):
+            task.cancel()
+        await asyncio.wait((saving, typing))
+    assert not await machine.is_paused()
+    assert (target / OVERLAY).read_bytes() == b"disk"
+    assert (target / STATE).stat().st_size > 0
+
+
+async def test_a_save_that_is_given_up_lets_the_machine_go_on(machine: Q35Machine, tmp_path: Path) -> None:
+    await machine.resume()
+    await _set(machine, **{"max-bandwidth": 1024})
+    (tmp_path / OVERLAY).write_bytes(b"disk")
+    target = tmp_path / "target"
+    target.mkdir()
+    saving = asyncio.ensure_future(machine.save(target, tmp_path))
+    async with asyncio.timeout(60):
+        while (await machine._query("query-migrate")).get("status") != "active":
+            await asyncio.sleep(0.01)
+    saving.cancel()
+    await asyncio.wait((saving,))
+    async with asyncio.timeout(60):
+        while (await machine._query("query-migrate"))["status"] != "cancelled":
+            await asyncio.sleep(0.01)
+    assert not await machine.is_paused()
+
+
+async def test_an_agent_nobody_sees_is_waited_for_and_then_it_is_said_why(machine: Q35Machine, tmp_path: Path) -> None:
+    await machine.resume()
+    assert not await machine.agent_is_there()  # this one has no port at all
+    with pytest.raises(GuestGoneError, match="its operating system runs none"):
+        await meet(machine, tmp_path / AGENT_SOCKET, boot_s=0.1)
+    waiting = asyncio.ensure_future(meet(machine, tmp_path / AGENT_SOCKET))
+    process.send_signal(machine.pidfd)
+    with pytest.raises(GuestGoneError, match="its machine has ended"):
+        await waiting
+
+
+async def _set(machine: Q35Machine, **parameters: int) -> None:
+    async with machine.monitor() as qmp:
+        await qmp.execute("migrate-set-parameters", parameters)

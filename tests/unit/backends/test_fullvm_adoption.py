@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import cast
@@ -15,8 +17,9 @@ from opendsec.backends import fullvm_meeting
 from opendsec.backends.base import Handle
 from opendsec.backends.fullvm import FullVmBackend, _Live
 from opendsec.backends.fullvm_console import MachineConsole
+from opendsec.backends.fullvm_meeting import meet
 from opendsec.backends.ground import Ground
-from opendsec.guest.base import GuestLostError
+from opendsec.guest.base import GuestGoneError, GuestLostError
 from opendsec.model.ids import new_sandbox_id
 from opendsec.model.spec import BackendKind
 from opendsec.store.mounts import LayerMounts
@@ -35,10 +38,7 @@ async def test_a_hung_agent_is_not_waited_for_long(tmp_path: Path, monkeypatch: 
         ground=Ground(tmp_path),
     )
 
-    async def for_ever() -> None:
-        await asyncio.Event().wait()
-
-    machine = cast("Q35Machine", SimpleNamespace(wait_ended=for_ever, has_ended=lambda: False))
+    machine = _machine()
     handle = Handle(
         backend=BackendKind.FULLVM, sandbox_id=new_sandbox_id("local"), data={"run": str(tmp_path), "boot_id": ""}
     )
@@ -49,3 +49,45 @@ async def test_a_hung_agent_is_not_waited_for_long(tmp_path: Path, monkeypatch: 
         async with asyncio.timeout(30):
             with pytest.raises(GuestLostError):
                 await backend.recover(handle)
+
+
+async def test_an_agent_that_is_there_and_silent_is_given_up_for_good(tmp_path: Path) -> None:
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(os.fspath(tmp_path / AGENT_SOCKET))
+        silent.listen()
+        with pytest.raises(GuestGoneError, match=r"has not answered for [0-9]+ s, and is there"):
+            await meet(_machine(), tmp_path / AGENT_SOCKET, silent_s=0.3)
+
+
+async def test_time_in_which_it_stands_still_does_not_count(tmp_path: Path) -> None:
+    stands_still, asked = True, 0
+
+    async def is_paused() -> bool:
+        nonlocal stands_still, asked
+        asked += 1
+        stands_still = asked < 4
+        return stands_still
+
+    with pytest.raises(GuestGoneError, match="its operating system runs none"):
+        await meet(_machine(is_paused=is_paused, is_there=False), tmp_path / AGENT_SOCKET, boot_s=0.001)
+    assert asked == 4
+
+
+def _machine(*, is_paused: Callable[[], Awaitable[bool]] | None = None, is_there: bool = True) -> Q35Machine:
+    async def for_ever() -> None:
+        await asyncio.Event().wait()
+
+    async def runs() -> bool:
+        return False
+
+    async def agent_is_there() -> bool:
+        return is_there
+
+    given = SimpleNamespace(
+        wait_ended=for_ever,
+        has_ended=lambda: False,
+        is_paused=is_paused or runs,
+        agent_is_there=agent_is_there,
+        turn=lambda **_: contextlib.nullcontext(),
+    )
+    return cast("Q35Machine", given)
