@@ -15,6 +15,8 @@ server.
                                `fncall` beside `dummy` answers calls from memory
     OPENDSEC_EDGE_VMM          what runs microVMs: firecracker, qemu, or auto: Firecracker where KVM does what it should
                                and it is installed, else QEMU (auto)
+    OPENDSEC_EDGE_VM_DISK_MB, OPENDSEC_EDGE_VM_DISK_OPERATIONS, OPENDSEC_EDGE_VM_NETWORK_MB
+                               of each microVM in a second at most, under Firecracker (0: no limit)
     OPENDSEC_FNCALL_IMAGE      image of calls that name none (debian)
     OPENDSEC_FNCALL_CONTAINERS containers for calls at once (4 for each processor, 8 at least)
     OPENDSEC_GPU_INVENTORY     a file that makes up GPUs for tests of placement; unset: what the driver says
@@ -151,6 +153,7 @@ def _means(settings: EdgeSettings, store: ImageStore | RemoteStore, layers: Laye
         run_dir=settings.run_dir / "edge" / settings.node.edge,
         ground=Ground(settings.node.state_dir, cgroup_root=settings.cgroup),
         vmm=settings.vmm,
+        vm_rates=settings.vm_rates,
     )
 
 

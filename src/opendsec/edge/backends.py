@@ -14,7 +14,7 @@ from opendsec.backends.base import Backend
 from opendsec.backends.ground import Ground
 from opendsec.model.spec import BackendKind
 from opendsec.store.mounts import LayerMounts
-from opendsec.vm.base import WantedVmm
+from opendsec.vm.base import NO_RATES, Rates, WantedVmm
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +36,8 @@ class Means:
     """What the backends of one edge share: its number, and the top control group."""
     vmm: WantedVmm = WantedVmm.AUTO
     """What runs microVMs."""
+    vm_rates: Rates = NO_RATES
+    """What each of them may use of the node."""
 
 
 def _dummy(_means: Means) -> Backend:
@@ -55,7 +57,7 @@ def _microvm(means: Means) -> Backend:
     from opendsec.vm.chosen import ChosenVmm
 
     return MicroVmBackend(
-        vmm=ChosenVmm(state_dir=means.host_state_dir, run_dir=means.run_dir, wanted=means.vmm),
+        vmm=ChosenVmm(state_dir=means.host_state_dir, run_dir=means.run_dir, wanted=means.vmm, rates=means.vm_rates),
         layers=means.layers,
         state_dir=means.state_dir,
         run_dir=means.run_dir,

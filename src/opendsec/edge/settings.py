@@ -15,7 +15,9 @@ from opendsec.model.ids import check_edge_name
 from opendsec.model.spec import BackendKind
 from opendsec.server.runner import Address, parse_address
 from opendsec.store.loading.settings import LoadingSettings, read_loading
-from opendsec.vm.base import WantedVmm
+from opendsec.vm.base import Rates, WantedVmm
+
+MIB = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,6 +33,7 @@ class EdgeSettings:
     token: str
     backends: tuple[BackendKind, ...]
     vmm: WantedVmm
+    vm_rates: Rates
     cgroup: str | None
     node: NodeSettings
     calls: CallSettings
@@ -57,6 +60,11 @@ def read_settings(environment: Mapping[str, str]) -> EdgeSettings:
         token=token,
         backends=_kinds(environment.get("OPENDSEC_EDGE_BACKENDS", "auto")),
         vmm=_vmm(environment.get("OPENDSEC_EDGE_VMM", "auto")),
+        vm_rates=Rates(
+            disk_bytes=_number(environment, "OPENDSEC_EDGE_VM_DISK_MB", 0) * MIB or None,
+            disk_operations=_number(environment, "OPENDSEC_EDGE_VM_DISK_OPERATIONS", 0) or None,
+            network_bytes=_number(environment, "OPENDSEC_EDGE_VM_NETWORK_MB", 0) * MIB or None,
+        ),
         cgroup=environment.get("OPENDSEC_EDGE_CGROUP") or None,
         node=NodeSettings(
             edge=edge,

@@ -33,6 +33,19 @@ class WantedVmm(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Rates:
+    """What one machine may use of the node at most; None: no limit. Bytes and operations in a second, of each disk and
+    of each direction of its network."""
+
+    disk_bytes: int | None = None
+    disk_operations: int | None = None
+    network_bytes: int | None = None
+
+
+NO_RATES = Rates()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Drive:
     """One block device."""
 

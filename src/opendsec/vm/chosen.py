@@ -10,7 +10,7 @@ from pathlib import Path
 
 from opendsec.errors import HostCapabilityError
 from opendsec.guest.base import GuestLostError
-from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vm, Vmm, WantedVmm
+from opendsec.vm.base import NO_RATES, Binding, Drive, MachineSpec, Place, Rates, Vm, Vmm, WantedVmm
 from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_install import INSTALL, find_programs
 from opendsec.vm.firecracker_machine import RECORD as FIRECRACKER_RECORD
@@ -19,15 +19,21 @@ from opendsec.vm.qemu import QemuVmm
 from opendsec.vm.qemu_machine import RECORD as QEMU_RECORD
 
 REMEMBERED = "kvm.json"
+UNLIMITED = "QEMU does not keep the node's limits of disk and network rates"
 
 
 class ChosenVmm(Vmm):
-    """`state_dir` is the platform's on this host (programs, what is known of KVM), `run_dir` the edge's own."""
+    """`state_dir` is the platform's on this host (programs, what is known of KVM), `run_dir` the edge's own.
+    Firecracker keeps the `rates`, QEMU does not, and says so (`degraded`).
+    """
 
-    def __init__(self, *, state_dir: Path, run_dir: Path, wanted: WantedVmm = WantedVmm.AUTO) -> None:
+    def __init__(
+        self, *, state_dir: Path, run_dir: Path, wanted: WantedVmm = WantedVmm.AUTO, rates: Rates = NO_RATES
+    ) -> None:
         self._state_dir = state_dir
         self._run_dir = run_dir
         self._wanted = wanted
+        self._rates = rates
         self._chosen: Vmm | None = None
         self._other: Vmm | None = None
 
@@ -53,7 +59,8 @@ class ChosenVmm(Vmm):
             await chosen.open()
         self._chosen = chosen
         self.most_drives = chosen.most_drives
-        self.degraded = "; ".join(part for part in (chosen.degraded, reason) if part)
+        unlimited = UNLIMITED if isinstance(chosen, QemuVmm) and self._rates != NO_RATES else ""
+        self.degraded = "; ".join(part for part in (chosen.degraded, reason, unlimited) if part)
 
     def _choose(self) -> tuple[Vmm, str]:
         """The driver, and what would be better about another. Blocking. Raises HostCapabilityError."""
@@ -74,7 +81,8 @@ class ChosenVmm(Vmm):
         return QemuVmm(state_dir=self._state_dir)
 
     def _firecracker(self) -> FirecrackerVmm:
-        return FirecrackerVmm(programs=find_programs(self._state_dir), run_dir=self._run_dir)
+        programs = find_programs(self._state_dir)
+        return FirecrackerVmm(programs=programs, run_dir=self._run_dir, rates=self._rates)
 
     def command_line(self) -> str:
         return self.vmm.command_line()

@@ -21,14 +21,13 @@ import os
 import re
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from opendsec.errors import HostCapabilityError, SnapshotInvalidError, StartError
 from opendsec.linux import process
 from opendsec.vm import firecracker_saved
-from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Vmm
+from opendsec.vm.base import Binding, Drive, MachineSpec, Place, Rates, Vmm
 from opendsec.vm.firecracker_api import ApiError
 from opendsec.vm.firecracker_machine import UFFD_SOCKET, VSOCK, FirecrackerVm, Record, clear
 from opendsec.vm.firecracker_saved import Saved
@@ -55,19 +54,10 @@ class _AskedError(Exception):
     """Ends a start that was only to ask something."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Rates:
-    """What a machine may use of the node at most; None: no limit. Bytes and operations in a second."""
-
-    disk_bytes: int | None = None
-    disk_operations: int | None = None
-    network_bytes: int | None = None
-
-
 class FirecrackerVmm(Vmm):
-    """`programs` are the two binaries, `run_dir` the edge's own. `rates` hold for every machine; `remote` says
-    which saved ones lie on a file system whose reads may fail or hang: those get their memory page by page, each read
-    within `read_s` seconds.
+    """`programs` are the two binaries, `run_dir` the edge's own. `rates` hold for every machine, whatever it was saved
+    with; `remote` says which saved ones lie on a file system whose reads may fail or hang: those get their memory page
+    by page, each read within `read_s` seconds.
     """
 
     def __init__(
@@ -172,21 +162,35 @@ class FirecrackerVmm(Vmm):
         source = {"kernel_image_path": "kernel", "initrd_path": "initrd", "boot_args": spec.command_line}
         machine = {"vcpu_count": spec.cpus, "mem_size_mib": spec.memory_mib, "track_dirty_pages": True}
         calls: list[tuple[str, dict[str, object]]] = [("boot-source", dict(source)), ("machine-config", dict(machine))]
-        disk_limits = limiter(self._rates.disk_bytes, self._rates.disk_operations)
         for drive in spec.drives:
-            identifier = drive.name.replace("-", "_")  # Firecracker takes no other sign
+            identifier = _drive_id(drive)
             body = {"drive_id": identifier, "path_on_host": f"drives/{drive.name}", "is_root_device": False}
-            calls.append((f"drives/{identifier}", {**body, "is_read_only": drive.read_only, **disk_limits}))
+            calls.append((f"drives/{identifier}", {**body, "is_read_only": drive.read_only, **self._disk_limits()}))
         if spec.balloon and self._reports_free_pages:
             calls.append(("balloon", _BALLOON))
         if spec.card is not None:
-            limits = limiter(self._rates.network_bytes, None)
-            both = {f"{way}_{name}": value for way in ("rx", "tx") for name, value in limits.items()}
-            card = {"iface_id": "eth0", "guest_mac": spec.card.mac, "host_dev_name": spec.card.tap, **both}
-            calls.append(("network-interfaces/eth0", card))
+            card = {"iface_id": "eth0", "guest_mac": spec.card.mac, "host_dev_name": spec.card.tap}
+            calls.append(("network-interfaces/eth0", {**card, **self._network_limits()}))
         calls.append(("vsock", {"guest_cid": GUEST_CID, "uds_path": VSOCK}))
         calls.append(("entropy", {}))
         calls.append(("actions", {"action_type": "InstanceStart"}))
+        return calls
+
+    def _disk_limits(self) -> dict[str, object]:
+        return limiter(self._rates.disk_bytes, self._rates.disk_operations)
+
+    def _network_limits(self) -> dict[str, object]:
+        limits = limiter(self._rates.network_bytes, None)
+        return {f"{way}_{name}": value for way in ("rx", "tx") for name, value in limits.items()}
+
+    def _limit_calls(self, spec: MachineSpec) -> list[tuple[str, dict[str, object]]]:
+        """What a restored machine is told before it runs: it was saved with the limits of that time."""
+        calls: list[tuple[str, dict[str, object]]] = []
+        disk, network = self._disk_limits(), self._network_limits()
+        if disk:
+            calls += [(f"drives/{_drive_id(one)}", {"drive_id": _drive_id(one), **disk}) for one in spec.drives]
+        if network and spec.card is not None:
+            calls.append(("network-interfaces/eth0", {"iface_id": "eth0", **network}))
         return calls
 
     async def restore(self, saved: Path, spec: MachineSpec, place: Place, *, paused: bool = False) -> FirecrackerVm:
@@ -201,13 +205,18 @@ class FirecrackerVmm(Vmm):
                 await starting.serve_memory(found)
                 backend = {"backend_type": "Uffd", "backend_path": UFFD_SOCKET}
             body: dict[str, object] = {"snapshot_path": "snapshot/state", "mem_backend": backend}
-            body |= {"enable_diff_snapshots": True, "resume_vm": not paused}
+            limits = self._limit_calls(spec)
+            body |= {"enable_diff_snapshots": True, "resume_vm": not paused and not limits}
             if spec.card is not None:
                 body["network_overrides"] = [{"iface_id": "eth0", "host_dev_name": spec.card.tap}]
             try:
                 await starting.api.put("snapshot/load", body)
             except ApiError as error:
                 raise _load_error(saved, error) from error
+            for path, fields in limits:
+                await starting.api.patch(path, fields)
+            if limits and not paused:
+                await starting.api.patch("vm", {"state": "Resumed"})
             return starting.finished()
 
     def _check(self, saved: Path, spec: MachineSpec) -> tuple[Saved, bool]:
@@ -245,6 +254,10 @@ def version_in(output: bytes) -> str | None:
 def is_supported(version: str) -> bool:
     """Whether machines are run under that version, as `version_in` gives it."""
     return OLDEST <= tuple(int(part) for part in version.split("."))[:2] < BEFORE
+
+
+def _drive_id(drive: Drive) -> str:
+    return drive.name.replace("-", "_")  # Firecracker takes no other sign
 
 
 def _drive_reaches(spec: MachineSpec) -> list[Reach]:

@@ -10,8 +10,8 @@ from opendsec.edge.settings import read_settings
 from opendsec.errors import HostCapabilityError, InvalidSpecError
 from opendsec.guest.base import GuestLostError
 from opendsec.vm import chosen
-from opendsec.vm.base import Place, Vmm, WantedVmm
-from opendsec.vm.chosen import ChosenVmm
+from opendsec.vm.base import Place, Rates, Vmm, WantedVmm
+from opendsec.vm.chosen import UNLIMITED, ChosenVmm
 from opendsec.vm.firecracker import FirecrackerVmm
 from opendsec.vm.firecracker_start import Programs
 from opendsec.vm.kvm import Kvm, KvmAnswer
@@ -55,6 +55,14 @@ def test_the_setting() -> None:
         read_settings({"OPENDSEC_EDGE_VMM": "xen"})
 
 
+def test_the_rates() -> None:
+    assert read_settings({}).vm_rates == Rates()
+    said = {f"OPENDSEC_EDGE_VM_{name}": "3" for name in ("DISK_MB", "DISK_OPERATIONS", "NETWORK_MB")}
+    assert read_settings(said).vm_rates == Rates(disk_bytes=3 << 20, disk_operations=3, network_bytes=3 << 20)
+    with pytest.raises(InvalidSpecError, match="OPENDSEC_EDGE_VM_DISK_MB"):
+        read_settings({"OPENDSEC_EDGE_VM_DISK_MB": "fast"})
+
+
 async def _no_version(_: FirecrackerVmm) -> str:
     raise HostCapabilityError("there is no /dev/userfaultfd", remedy="boot another kernel")
 
@@ -76,6 +84,10 @@ async def test_firecracker_that_does_not_open_is_a_reason_and_no_end(
     await vmm.open()
     assert [vmm.vmm] == opened
     assert "no /dev/userfaultfd; boot another kernel" in vmm.degraded
+    assert UNLIMITED not in vmm.degraded
+    limited = ChosenVmm(state_dir=tmp_path, run_dir=tmp_path, rates=Rates(disk_operations=1))
+    await limited.open()
+    assert UNLIMITED in limited.degraded
     with pytest.raises(HostCapabilityError, match="userfaultfd"):
         await ChosenVmm(state_dir=tmp_path, run_dir=tmp_path, wanted=WantedVmm.FIRECRACKER).open()
     # A machine of the other one's is not taken for gone.

@@ -19,8 +19,9 @@ from opendsec.guest.base import GuestError, GuestLostError, StartCommand
 from opendsec.linux import process
 from opendsec.linux.cgroup import find_mounts
 from opendsec.vm import firecracker_machine
-from opendsec.vm.base import Card, Drive
-from opendsec.vm.firecracker import MAX_DRIVES, FirecrackerVmm, Rates
+from opendsec.vm.base import Card, Drive, Rates
+from opendsec.vm.firecracker import MAX_DRIVES, FirecrackerVmm
+from opendsec.vm.firecracker_machine import FirecrackerVm
 from opendsec.vm.firecracker_start import CONSOLE_BYTES
 from opendsec.vm.kernels import file_digest
 
@@ -321,16 +322,22 @@ def _taps_of(pid: int) -> set[str]:
     return found
 
 
-async def test_rates_reach_the_device(yard: Yard) -> None:
-    """One operation a second: the third read has to wait for the bucket."""
+async def test_rates_reach_the_device(yard: Yard, template: Path) -> None:
+    """One operation a second: the third read has to wait for the bucket, also of a machine saved without limits."""
     vmm = FirecrackerVmm(programs=yard.programs, run_dir=yard.run_dir, rates=Rates(disk_operations=1))
     await vmm.open()
-    vm = yard.keep(await vmm.boot(yard.spec, yard.place()))
-    guest = await yard.guest(vm)
-    begin = asyncio.get_running_loop().time()
-    for number in (1, 2, 3):
-        assert (await run(guest, number, "read 0 0"))[0] == 0
-    assert asyncio.get_running_loop().time() - begin > 0.9
+
+    async def waits(vm: FirecrackerVm) -> None:
+        guest = await yard.guest(yard.keep(vm))
+        begin = asyncio.get_running_loop().time()
+        for number in (2, 3, 4):
+            assert (await run(guest, number, "read 0 0"))[0] == 0
+        assert asyncio.get_running_loop().time() - begin > 0.9
+
+    parked = await vmm.restore(template, yard.spec, yard.place(), paused=True)
+    await parked.resume()
+    others = [await vmm.boot(yard.spec, yard.place()), await vmm.restore(template, yard.spec, yard.place())]
+    await asyncio.gather(*(waits(vm) for vm in (parked, *others)))
     await vmm.close()
 
 
