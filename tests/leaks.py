@@ -31,8 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What thousands of collected tests are made of is garbage never: looked through twice for each of them it took a
-    third of the time of all tests."""
+    """What thousands of collected tests are made of is never garbage: to look through it twice for each of them took
+    minutes in all."""
     gc.collect()
     gc.freeze()
 
