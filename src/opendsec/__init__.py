@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from opendsec.client._async.files import Files as Files
     from opendsec.client._async.images import Images as Images
     from opendsec.client._async.keyboard import Keyboard as Keyboard
+    from opendsec.client._async.keys import Keys as Keys
     from opendsec.client._async.mouse import Mouse as Mouse
     from opendsec.client._async.ports import Ports as Ports
     from opendsec.client._async.ports import PortStream as PortStream
@@ -74,6 +75,10 @@ if TYPE_CHECKING:
     from opendsec.errors import UnauthorizedError as UnauthorizedError
     from opendsec.errors import UnschedulableError as UnschedulableError
     from opendsec.errors import UnsupportedError as UnsupportedError
+    from opendsec.model.access import KeyRecord as KeyRecord
+    from opendsec.model.access import NewKey as NewKey
+    from opendsec.model.access import Project as Project
+    from opendsec.model.access import Role as Role
     from opendsec.model.command import CommandResult as CommandResult
     from opendsec.model.command import CommandStatus as CommandStatus
     from opendsec.model.command import EndReason as EndReason
@@ -164,9 +169,12 @@ __all__ = [
     "ImageSummary",
     "Images",
     "InvalidSpecError",
+    "KeyRecord",
     "Keyboard",
+    "Keys",
     "Lifetime",
     "Mouse",
+    "NewKey",
     "NoShellError",
     "NodeError",
     "NotFoundError",
@@ -179,11 +187,13 @@ __all__ = [
     "Process",
     "ProcessInput",
     "ProcessOutput",
+    "Project",
     "ProtocolError",
     "PtySize",
     "QuotaExceededError",
     "RequestError",
     "Resources",
+    "Role",
     "RunOutcome",
     "Sandbox",
     "SandboxEnd",
@@ -230,6 +240,7 @@ _PLACES = {
         "ProcessOutput",
     ),
     "opendsec.client._async.keyboard": ("Keyboard",),
+    "opendsec.client._async.keys": ("Keys",),
     "opendsec.client._async.mouse": ("Mouse",),
     "opendsec.client._async.screen": ("Clipboard", "Screen", "Serial"),
     "opendsec.client._async.ports": ("PortStream", "Ports"),
@@ -285,6 +296,12 @@ _PLACES = {
         "UnauthorizedError",
         "UnschedulableError",
         "UnsupportedError",
+    ),
+    "opendsec.model.access": (
+        "KeyRecord",
+        "NewKey",
+        "Project",
+        "Role",
     ),
     "opendsec.model.command": (
         "CommandResult",

@@ -20,6 +20,8 @@ from opendsec.cli.output import print_error, print_line
 from opendsec.errors import OpenDSecError
 
 _PANEL = "This machine"
+IMAGES = "image"
+"""The group that has commands of both."""
 
 
 def main(arguments: Sequence[str] | None = None) -> NoReturn:
@@ -35,7 +37,7 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
 
 def app_for(words: Sequence[str]) -> typer.Typer:
     """What these words need: the client's commands alone, images alone, or everything."""
-    names = {command.name for command in client_app.registered_commands} | {"fncall", "snapshot"}
+    names = {command.name for command in client_app.registered_commands} | {"fncall", "keys", "snapshot"}
     match words[:1]:
         case [first] if first in names:
             return client_app
@@ -74,12 +76,14 @@ def _outline() -> typer.Typer:
 
 
 def _add_images(app: typer.Typer) -> None:
-    """Commands about images, the client's and this machine's in one group."""
+    """The client's groups; in that about images this machine's commands too."""
     from opendsec.host import image_commands
 
     for group in client_app.registered_groups:
         assert group.typer_instance is not None
-        app.add_typer(_merged(group.typer_instance, image_commands.app), name=group.name, rich_help_panel="Images")
+        of_images = group.name == IMAGES
+        commands = _merged(group.typer_instance, image_commands.app) if of_images else group.typer_instance
+        app.add_typer(commands, name=group.name, rich_help_panel=group.rich_help_panel)
 
 
 def _merged(client: typer.Typer, host: typer.Typer) -> typer.Typer:

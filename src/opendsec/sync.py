@@ -10,6 +10,7 @@ from opendsec.client._sync.commands import Commands
 from opendsec.client._sync.files import Files
 from opendsec.client._sync.images import Images
 from opendsec.client._sync.keyboard import Keyboard
+from opendsec.client._sync.keys import Keys
 from opendsec.client._sync.mouse import Mouse
 from opendsec.client._sync.ports import Ports, PortStream
 from opendsec.client._sync.process import Process, ProcessInput, ProcessOutput
@@ -59,6 +60,7 @@ from opendsec.errors import (
     UnschedulableError,
     UnsupportedError,
 )
+from opendsec.model.access import KeyRecord, NewKey, Project, Role
 from opendsec.model.command import CommandResult, CommandStatus, EndReason, PtySize
 from opendsec.model.file import FileEvent, FileEventKind, FileKind, FileStat
 from opendsec.model.fncall import (
@@ -132,9 +134,12 @@ __all__ = [
     "ImageSummary",
     "Images",
     "InvalidSpecError",
+    "KeyRecord",
     "Keyboard",
+    "Keys",
     "Lifetime",
     "Mouse",
+    "NewKey",
     "NoShellError",
     "NodeError",
     "NotFoundError",
@@ -147,11 +152,13 @@ __all__ = [
     "Process",
     "ProcessInput",
     "ProcessOutput",
+    "Project",
     "ProtocolError",
     "PtySize",
     "QuotaExceededError",
     "RequestError",
     "Resources",
+    "Role",
     "RunOutcome",
     "Sandbox",
     "SandboxEnd",

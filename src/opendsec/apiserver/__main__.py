@@ -12,9 +12,10 @@ import sys
 
 from opendsec.apiserver.app import run_apiserver
 from opendsec.apiserver.database import open_database
-from opendsec.apiserver.iam import Role, check_project_name, insert_key, insert_project
+from opendsec.apiserver.iam import check_project_name, insert_key, insert_project
 from opendsec.apiserver.settings import Settings, from_environment
 from opendsec.errors import OpenDSecError
+from opendsec.model.access import Role
 from opendsec.server.logs import configure
 from opendsec.server.runner import run
 

@@ -14,7 +14,8 @@ import binascii
 import secrets
 
 from opendsec.apiserver.fusion import REFUSED, RUN_CODE
-from opendsec.apiserver.iam import Principal, Role
+from opendsec.apiserver.iam import Principal
+from opendsec.model.access import Role
 from opendsec.server.asgi import ASGIApp, Receive, Scope, Send, header
 from opendsec.server.auth import Verify, same_token
 

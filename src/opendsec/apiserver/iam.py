@@ -22,6 +22,7 @@ import sqlalchemy as sa
 from opendsec import errors
 from opendsec.apiserver.schema import api_keys, projects
 from opendsec.apiserver.storage import Storage
+from opendsec.model.access import KeyRecord, NewKey, Project, Role
 from opendsec.model.ids import PROJECT_NAME, new_token
 from opendsec.wire.contracts import RIGHT_BUILD
 
@@ -40,15 +41,6 @@ class Right(StrEnum):
     """Make projects and keys."""
 
 
-class Role(StrEnum):
-    """Whose key it is. Sandboxes may be started and used with every one."""
-
-    ADMIN = "admin"
-    MEMBER = "member"
-    BUILDER = "builder"
-    RUNNER = "runner"
-
-
 RIGHTS: Mapping[Role, frozenset[Right]] = {
     Role.ADMIN: frozenset(Right),
     Role.MEMBER: frozenset({Right.BUILD}),
@@ -64,33 +56,6 @@ class Principal:
     key_id: str
     project: str
     role: Role
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRecord:
-    """A key without its secret."""
-
-    key_id: str
-    project: str
-    role: Role
-    title: str = ""
-    created_at: float = 0.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NewKey:
-    """A fresh key; the only time its secret is told."""
-
-    key: str
-    record: KeyRecord
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Project:
-    """A name sandboxes and keys belong to."""
-
-    name: str
-    created_at: float
 
 
 def check_project_name(name: str) -> str:
@@ -133,6 +98,7 @@ class Iam:
         self._storage = storage
         self._clock = clock
         self._cache: dict[str, tuple[float, Principal]] = {}
+        self._deletions = 0
 
     async def verify(self, token: str) -> Principal:
         """The principal of a key. Raises UnauthorizedError, alike for every wrong key."""
@@ -142,7 +108,7 @@ class Iam:
         cached = self._cache.get(digest)
         if cached is not None and cached[0] > self._clock():
             return cached[1]
-        principal = await self._storage.run(lambda connection: _find_key(connection, digest))
+        principal = await self._found(digest)
         if principal is None:
             self._cache.pop(digest, None)
             raise _unknown_key()
@@ -150,6 +116,14 @@ class Iam:
             self._cache.clear()
         self._cache[digest] = (self._clock() + CACHE_S, principal)
         return principal
+
+    async def _found(self, digest: str) -> Principal | None:
+        """As the store has it, read again when a key was deleted meanwhile: what was read before must not be kept."""
+        while True:
+            deletions = self._deletions
+            principal = await self._storage.run(lambda connection: _find_key(connection, digest))
+            if deletions == self._deletions:
+                return principal
 
     async def create_project(self, name: str) -> Project:
         """Raises ConflictError when it is there already."""
@@ -190,6 +164,7 @@ class Iam:
         """Raises NotFoundError when there is none of that id."""
         statement = sa.delete(api_keys).where(api_keys.c.key_id == key_id)
         removed = await self._storage.run(lambda connection: connection.execute(statement).rowcount)
+        self._deletions += 1
         if not removed:
             raise errors.NotFoundError(f"no key {key_id[:80]!r}", detail={"field": "key_id"})
         self._cache = {digest: entry for digest, entry in self._cache.items() if entry[1].key_id != key_id}

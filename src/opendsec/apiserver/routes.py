@@ -15,8 +15,9 @@ from opendsec import errors
 from opendsec.apiserver.batches import Batches, check_batch
 from opendsec.apiserver.creating import Caller, Creating, check_timeout
 from opendsec.apiserver.creations import check_key
-from opendsec.apiserver.iam import Iam, KeyRecord, NewKey, Principal, Project, Role, require_admin
+from opendsec.apiserver.iam import Iam, Principal, require_admin
 from opendsec.apiserver.listing import Listing
+from opendsec.model.access import NewKey, Project
 from opendsec.model.node import SandboxStatus
 from opendsec.model.spec import check_spec
 from opendsec.server.asgi import Receive, Scope, Send, header, principal, request_id
@@ -29,6 +30,10 @@ from opendsec.wire.contracts import (
     BatchRequest,
     CreateRequest,
     Empty,
+    KeyList,
+    KeyRequest,
+    ProjectList,
+    ProjectRequest,
     SandboxPage,
 )
 
@@ -36,36 +41,6 @@ Incoming = Request[Any, Any, Any]
 Labels = FromQuery[list[str] | None]
 _LIST_QUERY = frozenset({"label", "state", "limit", "cursor", "usage"})
 InState = Annotated[str, QueryParameter(name="state")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyRequest:
-    """Make a key. `project`: None is the caller's own."""
-
-    project: str | None = None
-    role: Role = Role.MEMBER
-    title: str = ""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectRequest:
-    """Make a project."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeyList:
-    """All keys, oldest first."""
-
-    items: tuple[KeyRecord, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ProjectList:
-    """All projects, by name."""
-
-    items: tuple[Project, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,8 +9,10 @@ from opendsec.cli import (
     calling,
     copying,
     demonstrating,
+    docker_checking,
     forwarding,
     image_commands,
+    keys,
     listing,
     running,
     saving,
@@ -35,12 +37,14 @@ app.command("ls", rich_help_panel="Sandboxes")(listing.ls)
 app.command("logs", rich_help_panel="Sandboxes")(listing.logs)
 app.command("screen", rich_help_panel="Sandboxes")(screening.screen)
 app.command("forward", rich_help_panel="Sandboxes")(forwarding.forward)
+app.command("docker-check", rich_help_panel="Sandboxes")(docker_checking.docker_check)
 app.command("fork", rich_help_panel="Sandboxes")(saving.fork)
 app.add_typer(saving.app, name="snapshot", rich_help_panel="Sandboxes")
 app.command("pause", rich_help_panel="Sandboxes")(listing.pause)
 app.command("resume", rich_help_panel="Sandboxes")(listing.resume)
 app.command("stop", rich_help_panel="Sandboxes")(listing.stop)
 app.add_typer(calling.app, name="fncall", rich_help_panel="Calls")
+app.add_typer(keys.app, name="keys", rich_help_panel="Platform")
 app.command("demo", rich_help_panel="Try it")(demonstrating.demo)
 app.command("bench", rich_help_panel="Try it")(benching.bench)
 app.add_typer(image_commands.app, name="image", rich_help_panel="Images")

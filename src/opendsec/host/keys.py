@@ -11,9 +11,10 @@ import msgspec
 import sqlalchemy as sa
 
 from opendsec.apiserver.database import open_database
-from opendsec.apiserver.iam import Role, hash_key, insert_key, insert_project
+from opendsec.apiserver.iam import hash_key, insert_key, insert_project
 from opendsec.apiserver.schema import api_keys
 from opendsec.host.local import Local
+from opendsec.model.access import Role
 
 PROJECT = "default"
 _TITLE = "this machine (opendsec up)"

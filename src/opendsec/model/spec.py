@@ -230,7 +230,7 @@ def check_spec(spec: SandboxSpec) -> SandboxSpec:
         raise UnsupportedError(
             "backend: fncall carries out calls and has no sandboxes",
             detail={"field": "backend"},
-            remedy="send calls to POST /v1/fncalls (client.fncall, `opendsec fncall run`); a sandbox may be a container",
+            remedy="send calls to POST /v1/fncalls (client.fncall, `opendsec fncall run`); use container for a sandbox",
         )
     if spec.snapshot is not None:
         _check_from_snapshot(spec, spec.snapshot)

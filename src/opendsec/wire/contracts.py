@@ -26,6 +26,9 @@ Management (JSON)
     POST   /v1/fncalls                          FnCallSpec → FnCallResult
     POST   /v1/fncall-batches                   FnCallBatch → 200, NDJSON of FnCallItem as calls end (any order); the
                                                 last line has `done`, without it the answer was cut
+    POST   /v1/keys | GET /v1/keys              KeyRequest → 201 NewKey | → KeyList      (apiserver only, admins)
+    DELETE /v1/keys/{key_id}                    → 204                   (apiserver only, admins)
+    POST   /v1/projects | GET /v1/projects      ProjectRequest → 201 Project | → ProjectList (apiserver only, admins)
     GET    /v1/node                             → NodeReport            (edge only)
     POST   /v1/node/backends                    → NodeReport, when backends that did not work were looked at again
                                                 (edge only)
@@ -77,6 +80,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from opendsec.model.access import KeyRecord, Project, Role
 from opendsec.model.command import CommandStatus
 from opendsec.model.file import FileStat
 from opendsec.model.fncall import FnCallResult, FnCallSpec
@@ -201,6 +205,36 @@ class SandboxPage:
 
     items: tuple[SandboxStatus, ...]
     cursor: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyRequest:
+    """Make a key. `project`: None is the caller's own."""
+
+    project: str | None = None
+    role: Role = Role.MEMBER
+    title: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectRequest:
+    """Make a project."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyList:
+    """All keys, oldest first."""
+
+    items: tuple[KeyRecord, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectList:
+    """All projects, by name."""
+
+    items: tuple[Project, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -17,8 +17,9 @@ from tests.cluster.apiserver.edge_double import EdgeDouble, make_double
 
 from opendsec.apiserver.app import apiserver
 from opendsec.apiserver.database import open_database
-from opendsec.apiserver.iam import Role, insert_key, insert_project
+from opendsec.apiserver.iam import insert_key, insert_project
 from opendsec.apiserver.settings import Settings
+from opendsec.model.access import Role
 from opendsec.server.asgi import ASGIApp
 from opendsec.server.runner import Address, listen, serve
 

@@ -9,8 +9,9 @@ import httpx
 import pytest
 from tests.cluster.apiserver.conftest import Platform, Start
 
-from opendsec.apiserver.iam import Role, insert_key
+from opendsec.apiserver.iam import insert_key
 from opendsec.apiserver.images import merged
+from opendsec.model.access import Role
 from opendsec.model.image_view import ImageSummary
 from opendsec.wire.contracts import ImagePage
 

@@ -13,13 +13,14 @@ from tests.unit.edge.edges import PLENTY
 import opendsec
 from opendsec.apiserver.app import apiserver
 from opendsec.apiserver.database import open_database
-from opendsec.apiserver.iam import Role, insert_key, insert_project
+from opendsec.apiserver.iam import insert_key, insert_project
 from opendsec.apiserver.settings import Settings
 from opendsec.backends.dummy import DummyBackend
 from opendsec.edge.images import AnyImage
 from opendsec.edge.node import Node, NodeSettings
 from opendsec.edge.origins import Origins
 from opendsec.edge.server import edge_app
+from opendsec.model.access import Role
 from opendsec.model.spec import BackendKind
 from opendsec.server.runner import Address, listen, serve
 from opendsec.store.images import ImageStore

@@ -28,7 +28,7 @@ async def test_a_silent_edge_is_replaced(tmp_path: Path, monkeypatch: pytest.Mon
         "OPENDSEC_EDGE_BACKENDS": "dummy",
     }
     up = [sys.executable, "-m", "opendsec.main", "up", "-d"]
-    subprocess.run(up, env=environment, check=True, timeout=60, stdout=subprocess.DEVNULL)
+    subprocess.run(up, env=environment, check=True, timeout=120, stdout=subprocess.DEVNULL)
     local = chosen(environment)
     await processes.let_go(local, SUPERVISOR)
     monkeypatch.setattr(processes, "GRACE_S", 0.5)

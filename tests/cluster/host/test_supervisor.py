@@ -36,7 +36,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 async def test_a_start_without_room_is_tried_again(tmp_path: Path, attempts: list[str]) -> None:
     one = Supervisor(Local(state_dir=tmp_path, run_dir=tmp_path), {}, ready=True)
-    async with asyncio.timeout(10), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         keeping = group.create_task(one.keep(EDGE))
         while len(attempts) < 5:
             await asyncio.sleep(0.001)

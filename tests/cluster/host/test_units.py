@@ -29,7 +29,7 @@ def test_systemd_understands_the_units(tmp_path: Path) -> None:
     units = sorted(str(path) for path in tmp_path.glob("*.service"))
     assert len(units) == 3
     done = subprocess.run(
-        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, timeout=50, check=False
+        ["systemd-analyze", "verify", "--man=no", *units], capture_output=True, text=True, timeout=120, check=False
     )
     assert (done.returncode, done.stderr) == (0, "")
 

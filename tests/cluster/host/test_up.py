@@ -237,7 +237,7 @@ def test_the_foreground_ends_with_everything_on_sigterm(machine: Machine) -> Non
         edge = machine.pid("edge")
         process.send_signal(signal.SIGINT)
         assert b"Stopped" in process.stdout.readline()
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
     assert not alive(edge)
 
 

@@ -21,7 +21,7 @@ from tests.node.build.conftest import CAPABILITY, OPENDSEC, Platform
 
 import opendsec
 from opendsec.apiserver.database import open_database
-from opendsec.apiserver.iam import Role, insert_key
+from opendsec.apiserver.iam import insert_key
 from opendsec.apiserver.settings import database_file
 from opendsec.build import BuildOptions, BuiltImage, StepBegun, StepOutput, Template, build
 from opendsec.build.taking import TTL_S
@@ -33,6 +33,7 @@ from opendsec.errors import (
     ImageNotFoundError,
     InvalidSpecError,
 )
+from opendsec.model.access import Role
 from opendsec.model.image import BUILD_CACHE
 from opendsec.model.image_view import TreeEntry
 from opendsec.store.images import ImageStore

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -15,9 +16,10 @@ from alembic.migration import MigrationContext
 from opendsec import errors
 from opendsec.apiserver.creations import Claim, Creations, check_key
 from opendsec.apiserver.database import HEAD, open_database
-from opendsec.apiserver.iam import Iam, Principal, Role, check_project_name, insert_project, require_admin
+from opendsec.apiserver.iam import Iam, Principal, check_project_name, insert_project, require_admin
 from opendsec.apiserver.schema import api_keys, metadata
 from opendsec.apiserver.storage import Storage
+from opendsec.model.access import Role
 from opendsec.model.ids import new_sandbox_id
 from opendsec.wire.contracts import OWN_KEY_PREFIX
 
@@ -87,6 +89,31 @@ async def test_a_key_works_is_not_stored_and_can_be_deleted(storage: Storage) ->
     now = 6.0
     with pytest.raises(errors.UnauthorizedError):
         await elsewhere.verify(made.key)
+
+
+async def test_a_key_that_is_deleted_while_it_is_looked_up_works_no_longer(
+    storage: Storage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read, go = asyncio.Event(), asyncio.Event()
+    iam, run = Iam(storage), storage.run
+    await iam.create_project("team-1")
+    made = await iam.create_key(project="team-1", role=Role.MEMBER)
+
+    async def slow(work: Callable[[sa.Connection], Any]) -> Any:
+        found = await run(work)
+        if not read.is_set():
+            read.set()
+            await go.wait()
+        return found
+
+    monkeypatch.setattr(storage, "run", slow)
+    looking = asyncio.ensure_future(iam.verify(made.key))
+    await read.wait()
+    await iam.delete_key(made.record.key_id)
+    go.set()
+    for answer in (looking, iam.verify(made.key)):
+        with pytest.raises(errors.UnauthorizedError):
+            await answer
 
 
 async def test_projects_and_roles(storage: Storage) -> None:

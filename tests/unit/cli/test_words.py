@@ -63,7 +63,11 @@ def test_client_commands_come_without_the_machines() -> None:
         assert {"ls", "up"} <= {command.name for command in app_for(words).registered_commands}
     images = app_for(["image", "ls"])
     assert "up" not in {command.name for command in images.registered_commands}
-    assert [group.name for group in images.registered_groups] == ["snapshot", "fncall", "image"]
+    assert [group.name for group in images.registered_groups] == ["snapshot", "fncall", "keys", "image"]
+    of = {group.name: group.typer_instance for group in app_for([]).registered_groups}
+    found = {name: {one.name for one in app.registered_commands} for name, app in of.items() if app is not None}
+    assert found["snapshot"] == {"create", "ls", "rm"}, "this machine's commands about images are in no other group"
+    assert {"build", "gc"} <= found["image"]
 
 
 @pytest.mark.parametrize(

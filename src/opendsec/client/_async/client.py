@@ -14,6 +14,7 @@ from opendsec.client._async.batch import batch_items
 from opendsec.client._async.connection import Lane
 from opendsec.client._async.fncalls import Outcome, call_outcomes
 from opendsec.client._async.images import Images
+from opendsec.client._async.keys import Keys
 from opendsec.client._async.sandbox import Sandbox
 from opendsec.client._async.snapshots import Snapshots
 from opendsec.client._async.transport import Transport, target
@@ -81,6 +82,8 @@ class DSecClient:
         self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
         self.images = Images(self._transport)
         """The images of the platform."""
+        self.keys = Keys(self._transport)
+        """API keys and projects, for admins."""
         self.snapshots = Snapshots(self._transport)
         """The snapshots of your project."""
 

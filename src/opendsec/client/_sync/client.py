@@ -15,6 +15,7 @@ from opendsec.client._sync.batch import batch_items
 from opendsec.client._sync.connection import Lane
 from opendsec.client._sync.fncalls import Outcome, call_outcomes
 from opendsec.client._sync.images import Images
+from opendsec.client._sync.keys import Keys
 from opendsec.client._sync.sandbox import Sandbox
 from opendsec.client._sync.snapshots import Snapshots
 from opendsec.client._sync.transport import Transport, target
@@ -82,6 +83,8 @@ class DSecClient:
         self._transport = Transport(endpoint, timeout_s=timeout, max_connections=max_connections)
         self.images = Images(self._transport)
         """The images of the platform."""
+        self.keys = Keys(self._transport)
+        """API keys and projects, for admins."""
         self.snapshots = Snapshots(self._transport)
         """The snapshots of your project."""
 
