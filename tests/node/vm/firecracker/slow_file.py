@@ -69,6 +69,7 @@ def served(source: Path, target: Path) -> Iterator[Told]:
         yield told
     finally:
         told.let_go()
-        libc.umount2(target, libc.MNT_DETACH)  # the thread ends when the last file is closed
-        thread.join(20)
+        # By force: another process's mount namespace, made meanwhile, may hold a copy of the mount for as long as it likes.
+        libc.umount2(target, libc.MNT_FORCE | libc.MNT_DETACH)
+        thread.join(60)
         os.close(fd)
