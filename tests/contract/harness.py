@@ -275,18 +275,23 @@ def booted_before() -> Path:
 
 
 @contextlib.asynccontextmanager
-async def microvm_place(*, kernels: Path = STATE_DIR) -> AsyncIterator[Place]:
-    """Real Linux guests in directories and control groups of their own."""
+async def microvm_place(
+    *, kernels: Path = STATE_DIR, image: Image | None = None, store: ImageStore | None = None
+) -> AsyncIterator[Place]:
+    """Real Linux guests in directories and control groups of their own; with `image`, of this image in this store."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
     (state / "microvm").mkdir(mode=0o700)
     (state / "microvm/templates").symlink_to(booted_before() / "templates")
-    store = ImageStore(state / "store")
-    images = {
-        "busybox": make_busybox_image(store),
-        "scratch": make_scratch_image(store),
-        "configured": make_busybox_image(store, "configured", **CONFIGURED),
-    }
+    store = store or ImageStore(state / "store")
+    if image is None:
+        images = {
+            "busybox": make_busybox_image(store),
+            "scratch": make_scratch_image(store),
+            "configured": make_busybox_image(store, "configured", **CONFIGURED),
+        }
+    else:
+        images = {image.name: image}
     layers = LayerMounts(DirectLoader(store, state / "metadata"), run / "layers")
     backend: Backend = microvm_backend(layers, state, run, kernels=kernels)
     try:

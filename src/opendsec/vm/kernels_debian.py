@@ -22,9 +22,22 @@ WANTED: Final = (
     *("virtio_mmio", "virtio_pci", "virtio_blk", "virtio_console", "virtio_net", "virtio_rng", "virtio_balloon"),
     *("vmw_vsock_virtio_transport", "erofs", "overlay", "ext4", "crc32c_generic", "libcrc32c", "fuse", "loop"),
     *("virtio_pmem", "nd_pmem", "bridge", "br_netfilter", "veth", "nf_tables", "nft_compat", "nft_chain_nat", "xt_nat"),
-    *("xt_MASQUERADE", "xt_conntrack", "xt_addrtype", "ip_tables", "iptable_nat", "iptable_filter", "tun"),
+    *("xt_MASQUERADE", "xt_REDIRECT", "xt_conntrack", "xt_addrtype", "xt_tcpudp", "xt_mark", "xt_comment"),
+    *(
+        "ipt_REJECT",
+        "ip_tables",
+        "iptable_nat",
+        "iptable_filter",
+        "ip6_tables",
+        "ip6table_nat",
+        "ip6table_filter",
+        "tun",
+    ),
+    *("nft_ct", "nft_nat", "nft_masq", "nft_fib_inet", "nft_reject_inet"),
 )
-"""Modules a guest may need; what is built in, or not there, is not loaded. The network ones are for Docker."""
+"""Modules a guest may need; what is built in, or not there, is not loaded. The network ones are for Docker: its rules
+are of iptables, and of nftables from version 29 on.
+"""
 NEEDED: Final = frozenset({"virtio_mmio", "virtio_blk", "erofs", "overlay", "ext4"})
 
 
