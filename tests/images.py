@@ -132,7 +132,7 @@ def _publish(
 
 
 def _all_applets() -> list[str]:
-    listing = subprocess.run([BUSYBOX, "--list"], check=True, capture_output=True, text=True, timeout=10)
+    listing = subprocess.run([BUSYBOX, "--list"], check=True, capture_output=True, text=True, timeout=120)
     return [name for name in listing.stdout.split() if name not in {"bash", "busybox"}]
 
 

@@ -45,7 +45,7 @@ class Registry:
         command = ["skopeo", "copy", "--quiet", "--dest-tls-verify=false", f"--dest-creds={USER}:{PASSWORD}"]
         command += ["--all"] if every_platform else []
         subprocess.run(
-            [*command, f"oci:{layout}:latest", f"docker://{reference}"], check=True, timeout=60, capture_output=True
+            [*command, f"oci:{layout}:latest", f"docker://{reference}"], check=True, timeout=120, capture_output=True
         )
         return reference
 
@@ -64,7 +64,7 @@ def running_registry(root: Path) -> Iterator[Registry]:
     (root / "config.yml").write_text(_CONFIG.format(root=root, port=port))
     command = ["htpasswd", "-Bbn", USER, PASSWORD]
     (root / "htpasswd").write_text(
-        subprocess.run(command, check=True, capture_output=True, text=True, timeout=60).stdout
+        subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout
     )
     with (root / "log").open("wb") as log:
         server = subprocess.Popen(["docker-registry", "serve", root / "config.yml"], stdout=log, stderr=log)
@@ -73,7 +73,7 @@ def running_registry(root: Path) -> Iterator[Registry]:
         yield Registry(host=f"127.0.0.1:{port}", root=root)
     finally:
         server.terminate()
-        server.wait(timeout=30)
+        server.wait(timeout=60)
 
 
 def _wait(port: int, server: subprocess.Popen[bytes]) -> None:

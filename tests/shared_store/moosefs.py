@@ -91,7 +91,7 @@ def missing() -> str | None:
 
 def run(*argv: str) -> str:
     """A short command; what it says."""
-    done = subprocess.run(argv, capture_output=True, text=True, timeout=30, check=False)
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, f"{' '.join(argv)}: {done.stdout}{done.stderr}"
     return done.stdout
 
@@ -145,7 +145,7 @@ class Program:
         """For good."""
         self.kill()
         if self.keeper is not None:
-            self.keeper.communicate(timeout=20)
+            self.keeper.communicate(timeout=120)
             self.keeper = None
 
 
@@ -300,7 +300,7 @@ def _is_mounted(point: Path) -> bool:
 
 def _listens(name: str) -> bool:
     probe = ("nsenter", f"--net=/run/netns/{name}-a", "bash", "-c", f"exec 3<>/dev/tcp/{_address('master')}/9421")
-    return subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=10, check=False).returncode == 0
+    return subprocess.run(probe, stderr=subprocess.DEVNULL, timeout=120, check=False).returncode == 0
 
 
 @contextmanager

@@ -22,5 +22,5 @@ def test_script_is_sound(name: str) -> None:
     assert text.startswith("#!/bin/bash\n#")
     assert "\nset -euo pipefail\n" in text
     assert os.access(ROOT / name, os.X_OK)
-    done = subprocess.run(["bash", "-n", str(ROOT / name)], capture_output=True, timeout=20)
+    done = subprocess.run(["bash", "-n", str(ROOT / name)], capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr

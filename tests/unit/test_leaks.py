@@ -31,7 +31,7 @@ def start_child() -> Callable[[], None]:
 
     def end() -> None:
         child.kill()
-        child.wait(10)
+        child.wait(60)
 
     return end
 

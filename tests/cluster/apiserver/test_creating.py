@@ -320,7 +320,7 @@ async def apiserver_process(folder: Path) -> AsyncIterator[asyncio.subprocess.Pr
     }
     process = await asyncio.create_subprocess_exec(sys.executable, "-m", "opendsec.apiserver", env=environment)
     try:
-        async with asyncio.timeout(20), client_for(folder, "") as client:
+        async with asyncio.timeout(60), client_for(folder, "") as client:
             while True:
                 with suppress(httpx.TransportError):
                     await client.get("/healthz")

@@ -77,7 +77,7 @@ async def test_both_directions_flow_at_once(start: Start) -> None:
         reader, writer = await asyncio.open_unix_connection(str(platform.folder / "api.sock"))
         head = f"POST /v1/sandboxes/{sandbox_id}/commands HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n"
         writer.write(f"{head}Authorization: Bearer {platform.keys['default']}\r\n\r\n5\r\nfirst\r\n".encode())
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
             assert await reader.readuntil(b"first\r\n")  # back before the request is whole
             writer.write(b"6\r\nsecond\r\n0\r\n\r\n")

@@ -39,7 +39,7 @@ def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, 
         yield variables
     finally:
         edge.terminate()
-        edge.wait(20)
+        edge.wait(60)
 
 
 def wait_for(socket: Path, edge: subprocess.Popen[bytes], log: Path) -> None:
@@ -56,7 +56,7 @@ def cli(environment: dict[str, str]) -> Cli:
 
     def run(*words: str, stdin: bytes = b"", **more: str) -> subprocess.CompletedProcess[bytes]:
         argv = [sys.executable, "-m", "opendsec.main", *words]
-        return subprocess.run(argv, input=stdin, env=environment | more, capture_output=True, timeout=60)
+        return subprocess.run(argv, input=stdin, env=environment | more, capture_output=True, timeout=120)
 
     return run
 

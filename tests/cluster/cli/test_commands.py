@@ -82,7 +82,7 @@ def test_a_reader_that_leaves_ends_the_command_quietly(environment: dict[str, st
     assert program.stderr is not None
     assert program.stdout.read(4) == b"y\ny\n"
     program.stdout.close()
-    assert program.wait(30) == 141
+    assert program.wait(60) == 141
     assert program.stderr.read() == b""
     program.stderr.close()
     assert json.loads(cli("ls", "--json").stdout) == []
@@ -96,7 +96,7 @@ def test_an_interrupt_stops_the_sandbox(environment: dict[str, str], cli: Cli, n
     while not any(item["running_commands"] for item in json.loads(cli("ls", "--json").stdout)):
         assert time.monotonic() < deadline
     os.kill(program.pid, number)
-    out, err = program.communicate(timeout=30)
+    out, err = program.communicate(timeout=120)
     assert (program.returncode, out, err) == (128 + number, b"", b"")
     assert json.loads(cli("ls", "--json").stdout) == []
 

@@ -65,4 +65,4 @@ def test_a_port_is_forwarded(environment: dict[str, str], sandbox: str) -> None:
             assert other.recv(1) == b""
         assert "port 8: Connection refused inside the sandbox" in forwarding.stderr.readline()
         forwarding.send_signal(signal.SIGINT)
-        assert forwarding.wait(30) == 130
+        assert forwarding.wait(60) == 130

@@ -413,11 +413,11 @@ def running(unix_path: str | None = None, tls: ssl.SSLContext | None = None) -> 
     thread = threading.Thread(target=lambda: asyncio.run(server.serve(ready, unix_path, tls)))
     thread.start()
     try:
-        assert ready.wait(10)
+        assert ready.wait(60)
         yield server
     finally:
         server.stop()
-        thread.join(10)
+        thread.join(60)
         assert not thread.is_alive()
 
 

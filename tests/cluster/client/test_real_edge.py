@@ -38,7 +38,7 @@ def edge_url(tmp_path: Path) -> Iterator[str]:
             yield f"unix:{tmp_path}/run/edge-local.sock"
         finally:
             edge.terminate()
-            edge.wait(10)
+            edge.wait(60)
 
 
 @pytest.fixture
@@ -76,16 +76,16 @@ async def test_processes(client: opendsec.DSecClient) -> None:
         assert await anext(aiter(process.stdout)) == b"one\n"
         again = await sandbox.commands.attach(process.id, stdout_offset=2)
         await process.stdin.close()
-        assert (await process.wait(timeout=5)).exit_code == 0
+        assert (await process.wait(timeout=60)).exit_code == 0
         assert await again.stdout.read() == b"e\n"
         sleeper = await sandbox.commands.start("sleep 60")
         await sleeper.kill(grace=0.1)
-        assert (await sleeper.wait(timeout=5)).end_reason is EndReason.CANCELLED
+        assert (await sleeper.wait(timeout=60)).end_reason is EndReason.CANCELLED
         with anyio.move_on_after(0.3):
             await sandbox.run_shell("sleep 60")
         cancelled = (await sandbox.commands.list())[-1]
         follow = await sandbox.commands.attach(cancelled.command_id)
-        assert (await follow.wait(timeout=5)).end_reason is EndReason.CANCELLED
+        assert (await follow.wait(timeout=60)).end_reason is EndReason.CANCELLED
 
 
 async def test_files(client: opendsec.DSecClient, tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ async def test_slow_reader_blocks_nobody(edge: EdgeProcess) -> None:
     try:
         quick = await asyncio.wait_for(edge.run(sandbox_id, "echo quick"), 30)
         assert bytes(quick.stdout) == b"quick\n"
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(60):
             while (await edge.client.get(f"/v1/sandboxes/{sandbox_id}/commands/cmd-1")).json()["running"]:
                 await asyncio.sleep(0.05)
     finally:
@@ -291,7 +291,7 @@ async def test_watch(edge: EdgeProcess) -> None:
                 return dict(json.loads(line))
         raise AssertionError("no event")
 
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         watching = asyncio.ensure_future(first_event())
         while not watching.done():
             await edge.client.put(f"{url}/content?path=/w/x", content=b"1")

@@ -205,7 +205,7 @@ async def test_the_command_line_asks_the_platform_that_is_named(shared_container
             "OPENDSEC_STATE_DIR": str(tmp_path / "not-here"),
         }
         command = [sys.executable, "-m", "opendsec.main", "image", *words]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
         assert done.returncode == status, done.stderr
         return done.stdout, done.stderr
 
@@ -233,7 +233,7 @@ async def test_who_leaves_a_listing_leaves_nothing_open(
     for _ in range(10):
         async with aclosing(client.images.tree("wide-base")) as entries:
             await anext(entries)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(60):
         while _descriptors(edge.pid) > before + 1:
             await asyncio.sleep(0.05)
 

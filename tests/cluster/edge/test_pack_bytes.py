@@ -30,7 +30,7 @@ def writers(containers_process: EdgeProcess, tmp_path_factory: pytest.TempPathFa
     """Name of an image with the program of writers.c."""
     program = tmp_path_factory.mktemp("program") / "writers"
     source = Path(__file__).with_name("writers.c")
-    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Wextra", "-o", program, source], check=True, timeout=60)
+    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Wextra", "-o", program, source], check=True, timeout=120)
     make_busybox_image(
         ImageStore(store_of(containers_process)), "writers", files={"/bin/writers": program.read_bytes()}
     )

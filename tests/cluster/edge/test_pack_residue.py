@@ -71,5 +71,5 @@ async def test_nothing_a_builder_left_is_in_a_runners_sandbox(shared_containers:
     assert SECRET not in str((await edge.client.get(f"/v1/sandboxes/{runner}")).json())
     for file in store_of(edge).rglob("*"):
         if file.is_file():
-            done = subprocess.run(["grep", "-q", SECRET, str(file)], check=False, timeout=30)
+            done = subprocess.run(["grep", "-q", SECRET, str(file)], check=False, timeout=120)
             assert done.returncode == 1, f"{file} holds it"

@@ -62,7 +62,7 @@ class Apiserver:
         """As the kernel would under pressure."""
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGKILL)
-            self._process.wait(20)
+            self._process.wait(60)
 
 
 class Cluster:

@@ -50,10 +50,10 @@ def platform() -> Iterator[Platform]:
     _make_capable(store)
     _make_equipped(store)
     try:
-        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=120, stdout=subprocess.DEVNULL)
         yield Platform(variables=variables, store=store)
     finally:
-        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=60, stdout=subprocess.DEVNULL)
+        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=120, stdout=subprocess.DEVNULL)
         shutil.rmtree(state)
         shutil.rmtree(run, ignore_errors=True)  # `down` has removed it when it was empty
 

@@ -36,8 +36,8 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str
     for name in ("OPENDSEC_API_URL", "OPENDSEC_API_KEY"):
         variables.pop(name, None)
     try:
-        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=120)
         yield variables
     finally:
-        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=120)
         shutil.rmtree(state)

@@ -70,7 +70,7 @@ def test_the_tutorial_from_top_to_bottom(platform: dict[str, str], tmp_path: Pat
     ):
         assert expected in said, expected
     assert sorted(line for line in said if line.endswith(" 42")) == sorted(["0 42", *(f"{i} 42" for i in range(64))])
-    left = subprocess.run([*OPENDSEC, "ls", "-q"], env=platform, capture_output=True, timeout=30)
+    left = subprocess.run([*OPENDSEC, "ls", "-q"], env=platform, capture_output=True, timeout=120)
     assert left.stdout == b""
 
 
@@ -138,7 +138,7 @@ def test_the_readmes_command(platform: dict[str, str]) -> None:
 )
 def test_run_in_a_real_container(platform: dict[str, str], words: tuple[str, ...], status: int, output: bytes) -> None:
     argv = [*OPENDSEC, "run", "debian", "--", *words]
-    done = subprocess.run(argv, env=platform, capture_output=True, timeout=60)
+    done = subprocess.run(argv, env=platform, capture_output=True, timeout=120)
     assert (done.returncode, done.stdout) == (status, output), done.stderr
 
 
@@ -158,7 +158,7 @@ def test_the_demonstration(platform: dict[str, str]) -> None:
 
 
 def test_doctor_agrees_with_the_tests(platform: dict[str, str]) -> None:
-    done = subprocess.run([*OPENDSEC, "doctor", "--json"], env=platform, capture_output=True, timeout=60)
+    done = subprocess.run([*OPENDSEC, "doctor", "--json"], env=platform, capture_output=True, timeout=120)
     answer = json.loads(done.stdout)
     assert (done.returncode, answer["container"]) == (0, True)
     assert {item["name"] for item in answer["answers"] if item["needed"] and not item["ok"]} == set()

@@ -70,13 +70,13 @@ def terminal(platform: dict[str, str]) -> Iterator[Terminal]:
         yield opened
     finally:
         program.kill()
-        program.wait(10)
+        program.wait(60)
         os.close(master)
         os.close(slave)
 
 
 def live(platform: dict[str, str]) -> list[object]:
-    done = subprocess.run([*OPENDSEC, "ls", "--json"], env=platform, capture_output=True, check=True, timeout=60)
+    done = subprocess.run([*OPENDSEC, "ls", "--json"], env=platform, capture_output=True, check=True, timeout=120)
     found: list[object] = json.loads(done.stdout)
     return found
 

@@ -36,10 +36,10 @@ def platform(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Mapping[str, 
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
     }
     try:
-        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "up", "-d"], env=variables, check=True, timeout=120)
         yield variables
     finally:
-        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "down"], env=variables, check=True, timeout=120)
         shutil.rmtree(state)
 
 
@@ -48,7 +48,9 @@ def kill(platform: Mapping[str, str]) -> Kill:
     """Kills the process of that name (`edge`, `apiserver`) without a goodbye; the supervisor starts the next."""
 
     def kill_now(name: str) -> None:
-        status = subprocess.run([*OPENDSEC, "status", "--json"], env=dict(platform), stdout=subprocess.PIPE, timeout=30)
+        status = subprocess.run(
+            [*OPENDSEC, "status", "--json"], env=dict(platform), stdout=subprocess.PIPE, timeout=120
+        )
         os.kill(json.loads(status.stdout)["pids"][name], signal.SIGKILL)
 
     return kill_now

@@ -98,7 +98,7 @@ async def test_a_flood_nobody_reads_costs_no_memory(client: opendsec.DSecClient,
         assert servers_mib() - before < 40
         for flood in floods:
             await flood.kill(grace=0)
-            assert (await flood.wait(timeout=20)).truncated
+            assert (await flood.wait(timeout=60)).truncated
 
 
 SERVERS = ("edge", "apiserver")
@@ -182,7 +182,7 @@ def lying(path: Path, answer: Callable[[socket.socket], None]) -> Iterator[None]
                 yield
             finally:
                 over = True
-                serving.result(30)
+                serving.result(60)
 
 
 LIES: Mapping[str, Callable[[socket.socket], None]] = {
@@ -209,4 +209,4 @@ async def test_an_agent_that_lies_is_lost_by_name_and_nobody_else_is(
                 await bad.run_shell("true")
         assert (await bad.status()).end_reason is SandboxEnd.GUEST_LOST
         assert not list(Path("/sys/fs/cgroup").glob(f"*/*/latency/{bad.id}"))
-        await asyncio.wait_for(bad.stop(), 10)
+        await asyncio.wait_for(bad.stop(), 60)

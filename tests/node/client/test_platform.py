@@ -52,11 +52,11 @@ async def test_processes_and_terminals(client: opendsec.DSecClient) -> None:
         await process.stdin.write("one\n")
         assert await anext(aiter(process.stdout)) == b"got one\n"
         await process.send_signal(9)
-        assert (await process.wait(timeout=10)).signal == 9
+        assert (await process.wait(timeout=60)).signal == 9
         terminal = await sandbox.pty("bash", rows=30, cols=99)
         await terminal.stdin.write("stty size; exit 4\n")
         assert b"30 99" in await terminal.stdout.read()
-        assert (await terminal.wait(timeout=10)).exit_code == 4
+        assert (await terminal.wait(timeout=60)).exit_code == 4
 
 
 async def test_files(client: opendsec.DSecClient, tmp_path: Path) -> None:

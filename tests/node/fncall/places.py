@@ -64,7 +64,7 @@ def make_languages(store: ImageStore) -> Image:
 
 
 def _of_packages(*names: str) -> list[Path]:
-    listing = subprocess.run(["dpkg", "-L", *names], check=True, capture_output=True, text=True, timeout=20)
+    listing = subprocess.run(["dpkg", "-L", *names], check=True, capture_output=True, text=True, timeout=120)
     paths = (Path(line) for line in listing.stdout.splitlines() if line and "/usr/share/" not in line)
     return [path for path in paths if path.is_symlink() or path.is_file()]
 
@@ -73,7 +73,7 @@ def _of_program(name: str) -> list[Path]:
     program = shutil.which(name, path="/usr/bin")
     if program is None:
         raise RuntimeError(f"tests need {name}: see scripts/packages")
-    listing = subprocess.run(["ldd", program], check=True, capture_output=True, text=True, timeout=20)
+    listing = subprocess.run(["ldd", program], check=True, capture_output=True, text=True, timeout=120)
     libraries = [Path(word) for line in listing.stdout.splitlines() for word in line.split() if word.startswith("/")]
     return [Path(program), *(library for library in libraries if library.name.split(".")[0] not in _OF_LIBC)]
 

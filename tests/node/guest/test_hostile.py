@@ -27,7 +27,7 @@ STREAMS, WINDOW_KIB = 16, 256
 @pytest.fixture(scope="session")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> str:
     program = tmp_path_factory.mktemp("hostile") / "hostile"
-    subprocess.run(["gcc", "-O1", "-Wall", "-Wextra", "-o", program, SOURCE], check=True, timeout=60)
+    subprocess.run(["gcc", "-O1", "-Wall", "-Wextra", "-o", program, SOURCE], check=True, timeout=120)
     return str(program)
 
 

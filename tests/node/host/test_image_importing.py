@@ -26,7 +26,7 @@ def opendsec(state: Path, *words: object, stdin: str = "") -> subprocess.Complet
     command = [sys.executable, "-m", "opendsec", "image", *map(str, words)]
     environment = {**os.environ, "OPENDSEC_STATE_DIR": str(state), "OPENDSEC_STORE": ""}
     return subprocess.run(
-        command, env=environment, input=stdin, capture_output=True, text=True, timeout=60, check=False
+        command, env=environment, input=stdin, capture_output=True, text=True, timeout=120, check=False
     )
 
 

@@ -223,7 +223,7 @@ def test_a_killed_build_leaves_no_process_and_no_files(disk: Path) -> None:
         _wait_for(lambda: list(staging.glob("*/tree/var/lib/dpkg")), within_s=60)
     finally:
         process.kill()
-        process.wait(10)
+        process.wait(60)
     _wait_for(lambda: not _lives(str(staging)), within_s=20)
     store = open_location("", disk / "state")
     assert {path.name for path in staging.iterdir()} == {".lock"}

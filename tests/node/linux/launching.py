@@ -27,7 +27,7 @@ DEADLINE_S = 30.0
 
 def build_probe(directory: Path) -> Path:
     program = directory / "probe_guest"
-    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Wextra", "-o", program, PROBE_SOURCE], check=True, timeout=60)
+    subprocess.run(["gcc", "-static", "-O1", "-Wall", "-Wextra", "-o", program, PROBE_SOURCE], check=True, timeout=120)
     program.chmod(0o711)
     return program
 

@@ -329,7 +329,7 @@ async def test_v1_cgroups_are_entered(site: Site, launcher: Launcher) -> None:
 @pytest.mark.erofs
 async def test_an_erofs_layer(site: Site, launcher: Launcher) -> None:
     image, target = site.root / "image.erofs", site.root / "mounted"
-    subprocess.run(["mkfs.erofs", "--quiet", image, site.lower], check=True, timeout=60, capture_output=True)
+    subprocess.run(["mkfs.erofs", "--quiet", image, site.lower], check=True, timeout=120, capture_output=True)
     target.mkdir()
     tree = mount.erofs(image)
     mount.attach(tree, target)

@@ -20,7 +20,7 @@ def test_an_erofs_file_is_mounted_without_a_loop_device(tmp_path: Path) -> None:
     source.mkdir()
     target.mkdir()
     (source / "file").write_text("content")
-    subprocess.run(["mkfs.erofs", "--quiet", image, source], check=True, timeout=60, capture_output=True)
+    subprocess.run(["mkfs.erofs", "--quiet", image, source], check=True, timeout=120, capture_output=True)
     tree = mount.erofs(image)
     mount.attach(tree, target)
     os.close(tree)

@@ -55,7 +55,7 @@ def inside(pidfd: int) -> Iterator[None]:
 
 
 def lo_up() -> None:
-    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=10)
+    subprocess.run(["ip", "link", "set", "lo", "up"], check=True, timeout=120)
 
 
 @contextlib.contextmanager
@@ -120,7 +120,7 @@ def world() -> Iterator[Host]:
 
 
 def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, timeout=10)
+    subprocess.run(["ip", *words], check=True, timeout=120)
 
 
 def network(tmp_path: Path) -> SandboxNetwork:
@@ -235,7 +235,7 @@ async def test_forwarding_is_put_back(world: Host, tmp_path: Path) -> None:
         net.detach(0)
         await again.close()
     assert FORWARD.read_text() == "0\n"
-    tables = subprocess.run(["nft", "list", "tables"], check=True, capture_output=True, text=True, timeout=10).stdout
+    tables = subprocess.run(["nft", "list", "tables"], check=True, capture_output=True, text=True, timeout=120).stdout
     assert "opendsec_test" not in tables
 
 
@@ -256,7 +256,7 @@ async def test_forwarding_is_put_back_by_the_last_of_several_edges(world: Host, 
         second.detach(0)
         await second.close()
     assert FORWARD.read_text() == "0\n"
-    tables = subprocess.run(["nft", "list", "tables"], check=True, capture_output=True, text=True, timeout=10).stdout
+    tables = subprocess.run(["nft", "list", "tables"], check=True, capture_output=True, text=True, timeout=120).stdout
     assert "opendsec_test" not in tables
 
 

@@ -63,7 +63,7 @@ def test_both_publish_remove_and_collect_at_once(nodes: Nodes) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(50)
+        process.join(60)
         assert process.exitcode == 0
         process.close()
     assert check(nodes[0].store()).findings == ()

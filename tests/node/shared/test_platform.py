@@ -54,11 +54,11 @@ def platform(node: NodeView) -> Iterator[tuple[str, str]]:
         "PYTHONPATH": str(Path(__file__).parents[3] / "src"),
     }
     try:
-        subprocess.run([*OPENDSEC, "up", "-d"], env=environment, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "up", "-d"], env=environment, check=True, timeout=120)
         key = json.loads((run / "local.json").read_bytes())["api_key"]
         yield f"unix:{run}/api.sock", key
     finally:
-        subprocess.run([*OPENDSEC, "down"], env=environment, check=True, timeout=60)
+        subprocess.run([*OPENDSEC, "down"], env=environment, check=True, timeout=120)
         shutil.rmtree(run, ignore_errors=True)
 
 
@@ -88,7 +88,7 @@ class Echo:
 
     async def answers(self) -> None:
         """Within two seconds, or ten on a busy machine."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             await self._process.stdin.write(b"line\n")
             assert await anext(self._output) == b"here\n"
 
@@ -99,7 +99,7 @@ class Echo:
 
 
 async def digest(sandbox: opendsec.Sandbox, path: str) -> str:
-    done = await sandbox.run_shell(f"sha256sum {path}", check=True, timeout=60)
+    done = await sandbox.run_shell(f"sha256sum {path}", check=True, timeout=120)
     return done.stdout.split()[0]
 
 

@@ -59,7 +59,7 @@ def test_the_mounted_tree_is_the_tree(disk: Path) -> None:
 
 def test_the_same_tree_gives_the_same_bytes(disk: Path) -> None:
     tree = odd_tree(disk / "tree")
-    subprocess.run(["cp", "-a", "--reflink=never", tree, disk / "copy"], check=True, timeout=30)
+    subprocess.run(["cp", "-a", "--reflink=never", tree, disk / "copy"], check=True, timeout=120)
     make_erofs(disk / "one", tree)
     make_erofs(disk / "two", disk / "copy")
     assert (disk / "one").read_bytes() == (disk / "two").read_bytes()
@@ -109,10 +109,10 @@ def publish(store: ImageStore, tree: Path) -> None:
 def test_a_full_disk_publishes_nothing_and_leaves_nothing(disk: Path) -> None:
     (disk / "image").write_bytes(b"")
     os.truncate(disk / "image", 24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m0", disk / "image"], check=True, timeout=30)
+    subprocess.run(["mkfs.ext4", "-q", "-m0", disk / "image"], check=True, timeout=120)
     small = disk / "small"
     small.mkdir()
-    subprocess.run(["mount", "-o", "loop", disk / "image", small], check=True, timeout=30)
+    subprocess.run(["mount", "-o", "loop", disk / "image", small], check=True, timeout=120)
     try:
         store = ImageStore(small / "store")
         free = os.statvfs(small).f_bavail
@@ -126,7 +126,7 @@ def test_a_full_disk_publishes_nothing_and_leaves_nothing(disk: Path) -> None:
         assert [path.name for path in (small / "store").rglob("*") if path.is_file()] == ["lock"]
         assert os.statvfs(small).f_bavail >= free
     finally:
-        subprocess.run(["umount", small], check=True, timeout=30)
+        subprocess.run(["umount", small], check=True, timeout=120)
 
 
 @pytest.mark.loop
@@ -134,10 +134,10 @@ def test_a_disk_that_fills_up_while_unpacking_leaves_nothing(disk: Path) -> None
     layout = make_layout(disk / "layout", [[file(f"f{n}", os.urandom(5 << 20)) for n in range(6)]])
     (disk / "image").write_bytes(b"")
     os.truncate(disk / "image", 24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m0", disk / "image"], check=True, timeout=30)
+    subprocess.run(["mkfs.ext4", "-q", "-m0", disk / "image"], check=True, timeout=120)
     small = disk / "small"
     small.mkdir()
-    subprocess.run(["mount", "-o", "loop", disk / "image", small], check=True, timeout=30)
+    subprocess.run(["mount", "-o", "loop", disk / "image", small], check=True, timeout=120)
     try:
         store = ImageStore(small / "store")
         with pytest.raises(DiskFullError):
@@ -145,4 +145,4 @@ def test_a_disk_that_fills_up_while_unpacking_leaves_nothing(disk: Path) -> None
         assert [path.name for path in (small / "store").rglob("*") if path.is_file()] == ["lock"]
         assert list((small / "store/staging").iterdir()) == []
     finally:
-        subprocess.run(["umount", small], check=True, timeout=30)
+        subprocess.run(["umount", small], check=True, timeout=120)

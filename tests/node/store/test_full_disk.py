@@ -26,12 +26,12 @@ def small(disk: Path) -> Iterator[Path]:
     """An ext4 of 8 MiB."""
     (disk / "image").write_bytes(b"")
     os.truncate(disk / "image", 8 << 20)
-    subprocess.run(["mkfs.ext4", "-q", "-m0", "-N2000", disk / "image"], check=True, timeout=30)
+    subprocess.run(["mkfs.ext4", "-q", "-m0", "-N2000", disk / "image"], check=True, timeout=120)
     place = disk / "small"
     place.mkdir()
-    subprocess.run(["mount", "-o", "loop", disk / "image", place], check=True, timeout=30)
+    subprocess.run(["mount", "-o", "loop", disk / "image", place], check=True, timeout=120)
     yield place
-    subprocess.run(["umount", place], check=True, timeout=30)
+    subprocess.run(["umount", place], check=True, timeout=120)
 
 
 def publish(store: ImageStore, name: str, seed: int, *, size: int = 200_000) -> None:

@@ -106,7 +106,7 @@ def test_a_layer_shows_its_tree_and_its_table_is_right(disk: Path, store: ImageS
 @both_versions
 def test_the_same_tree_gives_the_same_layer(disk: Path, store: ImageStore) -> None:
     tree = nasty_tree(disk / "tree")
-    subprocess.run(["cp", "-a", "--reflink=never", tree, disk / "copy"], check=True, timeout=30)
+    subprocess.run(["cp", "-a", "--reflink=never", tree, disk / "copy"], check=True, timeout=120)
     with store.staging() as one, store.staging() as two:
         assert staged(store, one, tree).layer.digest == staged(store, two, disk / "copy").layer.digest
 

@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -121,7 +120,7 @@ def test_many_processes_at_once_mount_once(store: ImageStore, mounts: LayerMount
     processes = [
         subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment) for _ in range(6)
     ]
-    answers = [process.communicate(b"g", timeout=30)[0] for process in processes]
+    answers = [process.communicate(b"g", timeout=120)[0] for process in processes]
     assert [json.loads(answer) for answer in answers] == [2] * 6
     assert len(mounted(tmp_path)) == 2
     assert mounts.unmount_all() == 2
@@ -192,7 +191,7 @@ class SlowLoader(DirectLoader):
 
     def attach(self, layer: Layer) -> LayerFiles:
         if layer.digest == self.slow:
-            self.go_on.wait(20)
+            self.go_on.wait(60)
         return super().attach(layer)
 
 
@@ -204,19 +203,18 @@ def test_a_slow_layer_holds_up_nobody_else_and_ends_in_an_error(store: ImageStor
     async def start_all(mounts: LayerMounts) -> list[object]:
         waiting = [asyncio.ensure_future(mounts.acquire_soon(slow)) for _ in range(50)]
         await asyncio.sleep(0.1)
-        begun = time.monotonic()
         await mounts.acquire_soon(quick)
         await asyncio.to_thread(lambda: None)
-        assert time.monotonic() - begun < 0.5
+        assert not any(one.done() for one in waiting)
         return list(await asyncio.gather(*waiting, return_exceptions=True))
 
-    with LayerMounts(loader, tmp_path / "layers", wait_s=0.7) as mounts:
+    with LayerMounts(loader, tmp_path / "layers", wait_s=3) as mounts:
         try:
             errors = asyncio.run(start_all(mounts))
             assert {type(error) for error in errors} == {NodeError}
             assert all(error.retryable for error in errors if isinstance(error, NodeError))
             loader.go_on.set()
-            mounts._wait_s = 20
+            mounts._wait_s = 60
             assert len(asyncio.run(mounts.acquire_soon(slow))) == 1
         finally:
             loader.go_on.set()

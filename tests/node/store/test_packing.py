@@ -192,7 +192,7 @@ def test_below_shows_what_the_kernel_shows(disk: Path, layers: list[Path]) -> No
     mounted = disk / "mounted"
     mounted.mkdir()
     lower = ":".join(map(str, layers))
-    subprocess.run(["mount", "-t", "overlay", "-o", f"lowerdir={lower}", "overlay", mounted], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "overlay", "-o", f"lowerdir={lower}", "overlay", mounted], check=True, timeout=120)
     fds = [os.open(layer, os.O_PATH) for layer in layers]
     try:
         below = Below(fds)
@@ -221,14 +221,14 @@ def test_below_shows_what_the_kernel_shows(disk: Path, layers: list[Path]) -> No
     finally:
         for fd in fds:
             os.close(fd)
-        subprocess.run(["umount", mounted], check=True, timeout=10)
+        subprocess.run(["umount", mounted], check=True, timeout=120)
 
 
 def test_depth_is_no_obstacle(disk: Path) -> None:
     deep = "/".join(["d"] * 600)
     for tree in (disk / "tree", disk / "under"):
         (tree / "d").mkdir(parents=True)
-        subprocess.run(["mkdir", "-p", deep], cwd=tree, check=True, timeout=10)
+        subprocess.run(["mkdir", "-p", deep], cwd=tree, check=True, timeout=120)
     (disk / "tree" / deep / ".bash_history").write_text("echo secret")
     fd = os.open(disk / "under", os.O_PATH)
     try:

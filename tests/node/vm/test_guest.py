@@ -90,7 +90,7 @@ async def test_files_go_in_and_out_and_ports_are_reached(channel: Channel, shell
     stat, chunks = await channel.open_read("/tmp/big")
     assert (stat.uid, b"".join([chunk async for chunk in chunks])) == (1000, content)
     await channel.start(shell.new_id(), StartCommand(script="nc -l -p 99 -e cat", env=ENV))
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         stream = await _dialled(channel)
         await stream.write(b"there and back")
         assert await stream.read() == b"there and back"

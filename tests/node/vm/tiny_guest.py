@@ -20,7 +20,7 @@ def build(directory: Path) -> Path:
     target = directory / "tiny"
     sources = [str(path) for path in sorted(SOURCES.glob("*.c"))]
     argv = ["gcc", *_FLAGS, "-T", str(SOURCES / "tiny.ld"), "-o", str(target), *sources]
-    subprocess.run(argv, check=True, timeout=60)
+    subprocess.run(argv, check=True, timeout=120)
     return target
 
 

@@ -10,5 +10,5 @@ SCRIPT = Path(__file__).parents[3] / "scripts" / "unasync.py"
 
 
 def test_sync_sdk_is_current() -> None:
-    run = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=60)
+    run = subprocess.run([sys.executable, str(SCRIPT), "--check"], capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr

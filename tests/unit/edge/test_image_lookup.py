@@ -32,7 +32,7 @@ class Moving(AnyImage):
         found = super().compose(self.meaning)
         if image == "nope":
             raise ImageNotFoundError("no image 'nope'")
-        assert self.go.wait(10)
+        assert self.go.wait(60)
         return found
 
 
@@ -97,7 +97,7 @@ async def test_a_store_that_hangs_takes_no_threads_of_others() -> None:
         asyncio.create_task(lookup.find(SandboxSpec(image="x", toolkits=(f"t{n}",)))) for n in range(3 * THREADS)
     ]
     await until(lambda: images.asked == THREADS)
-    assert await asyncio.wait_for(asyncio.to_thread(int), 10) == 0
+    assert await asyncio.wait_for(asyncio.to_thread(int), 60) == 0
     images.go.set()
     await asyncio.gather(*hanging)
     lookup.close()

@@ -420,7 +420,7 @@ async def test_a_fork_left_while_its_base_is_being_held_keeps_no_base(
 
         def slow(*args: Any) -> None:
             held.set()
-            go.wait(10)
+            go.wait(60)
             hold(*args)
 
         monkeypatch.setattr(routes, "_hold", slow)

@@ -62,7 +62,7 @@ async def test_a_job_waits_for_those_the_thread_still_has() -> None:
     free = threading.Event()
 
     def first() -> None:
-        assert free.wait(5)
+        assert free.wait(60)
         order.append(1)
 
     async with WriterThread("test", at_once=True) as one:

@@ -12,7 +12,7 @@ from opendsec.fncall.starting import not_imported
 
 def said(program: str) -> str:
     """What Python itself says."""
-    return subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=30).stderr
+    return subprocess.run([sys.executable, "-c", program], stderr=subprocess.PIPE, text=True, timeout=120).stderr
 
 
 @pytest.mark.parametrize(

@@ -64,7 +64,7 @@ def killed(number: int, root: Path, act: Callable[[ImageStore], object]) -> bool
     """Whether it was killed before it had ended."""
     process = multiprocessing.get_context("fork").Process(target=_die_before, args=(number, root, act))
     process.start()
-    process.join(20)
+    process.join(60)
     code = process.exitcode
     process.close()
     assert code in (0, -signal.SIGKILL)

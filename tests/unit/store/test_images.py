@@ -179,7 +179,7 @@ def test_kill_at_any_step_leaves_nothing_for_the_next_process(tmp_path: Path, st
     assert ours.poll(5)
     assert process.pid is not None
     os.kill(process.pid, signal.SIGKILL)
-    process.join(5)
+    process.join(60)
     process.close()
     ours.close()
     theirs.close()
@@ -210,7 +210,7 @@ def _publish_many(root: Path, seed: int) -> None:
 def test_many_publishers_and_removers_at_once(tmp_path: Path) -> None:
     processes = [_in_process(_publish_many, tmp_path / "store", seed) for seed in range(4)]
     for process in processes:
-        process.join(20)
+        process.join(60)
         assert process.exitcode == 0
         process.close()
     store = ImageStore(tmp_path / "store")

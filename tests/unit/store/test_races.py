@@ -108,7 +108,7 @@ def test_more_than_a_thousand_operations_at_once(tmp_path: Path) -> None:
     for process in processes:
         process.start()
     for process in processes:
-        process.join(50)
+        process.join(60)
         assert process.exitcode == 0
         process.close()
     store = ImageStore(tmp_path / "store")

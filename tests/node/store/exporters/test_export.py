@@ -52,7 +52,7 @@ def overlay(target: Path, lower: Sequence[Path], *, upper: Path | None = None) -
         for one in (upper, work):
             one.mkdir()
         options += f",upperdir={upper},workdir={work}"
-    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(target)], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "overlay", "overlay", "-o", options, str(target)], check=True, timeout=120)
     try:
         yield target
     finally:
@@ -129,7 +129,7 @@ def image(store: ImageStore, disk: Path) -> Image:
 
 def by_umoci(layout: Path, ref: str, bundle: Path) -> Path:
     command = ["umoci", "unpack", "--image", f"{layout}:{ref}", str(bundle)]
-    done = subprocess.run(command, check=False, capture_output=True, timeout=60)
+    done = subprocess.run(command, check=False, capture_output=True, timeout=120)
     assert done.returncode == 0, done.stderr.decode()
     return bundle / "rootfs"
 
@@ -183,7 +183,7 @@ def test_skopeo_reads_every_form(store: ImageStore, image: Image, disk: Path) ->
             )
             assert json.loads(shown.stdout)["config"]["Labels"] == {"a": "1", "b": "2"}
             copied = ["skopeo", "copy", "-q", where, f"dir:{disk / f'copy-{kind}-{compression.value}'}"]
-            subprocess.run(copied, check=True, timeout=30)  # Checks every digest, diff_ids too.
+            subprocess.run(copied, check=True, timeout=120)  # Checks every digest, diff_ids too.
 
 
 def test_references_are_followed_and_roles_kept(store: ImageStore, image: Image, disk: Path) -> None:

@@ -49,7 +49,7 @@ def saved(
 def by_skopeo(layout: Path, archive: Path, *names: str) -> Path:
     extra = [f"--additional-tag={name}" for name in names[1:]]
     target = f"docker-archive:{archive}:{names[0]}"
-    subprocess.run(["skopeo", "copy", "-q", *extra, f"oci:{layout}:latest", target], check=True, timeout=60)
+    subprocess.run(["skopeo", "copy", "-q", *extra, f"oci:{layout}:latest", target], check=True, timeout=120)
     return archive
 
 
@@ -68,7 +68,7 @@ def test_what_skopeo_writes_is_the_image(store: ImageStore, disk: Path) -> None:
     archive = by_skopeo(layout, disk / "a.tar", "docker.io/library/x:1", "docker.io/library/x:2")
     assert imported(store, "a", archive).layers == imported(store, "layout", layout).layers
     assert imported(store, "b", f"docker-archive:{archive}:docker.io/library/x:2").config.user == "7"
-    subprocess.run(["gzip", archive], check=True, timeout=30)
+    subprocess.run(["gzip", archive], check=True, timeout=120)
     assert imported(store, "c", f"{archive}.gz").digest == store.get("a").digest
 
 
@@ -81,7 +81,7 @@ def test_a_new_archive_is_read_as_the_layout_in_it(store: ImageStore, disk: Path
     }
     (layout / "index.json").write_text(json.dumps(index))
     (layout / "manifest.json").write_text("[]")
-    subprocess.run(["tar", "-C", layout, "-cf", disk / "a.tar", "."], check=True, timeout=30)
+    subprocess.run(["tar", "-C", layout, "-cf", disk / "a.tar", "."], check=True, timeout=120)
     for number, ref in enumerate(("", ":1", ":docker.io/library/x:1")):
         assert imported(store, f"x{number}", f"docker-archive:{disk / 'a.tar'}{ref}").layers
 

@@ -169,7 +169,7 @@ def test_what_umoci_leaves_out(store: ImageStore, disk: Path) -> None:
     (disk / "tree/f").write_bytes(b"f")
     os.setxattr(disk / "tree/f", "user.empty", b"")
     command = ["tar", "--format=pax", "--xattrs", "-C", str(disk / "tree"), "-cf", str(disk / "a.tar"), "."]
-    subprocess.run(command, check=True, timeout=30)
+    subprocess.run(command, check=True, timeout=120)
     with shown(store, imported(store, "x", disk / "a.tar").layers) as tree:
         assert not difference(tree_of(tree), tree_of(disk / "tree"))
 

@@ -277,7 +277,7 @@ def test_a_packed_layout_with_links(store: ImageStore, disk: Path) -> None:
     secret = place_of(layout, "config")
     secret.rename(disk / "secret")
     secret.symlink_to(disk / "secret")
-    subprocess.run(["tar", "-C", layout, "-cf", disk / "a.tar", "."], check=True, timeout=30)
+    subprocess.run(["tar", "-C", layout, "-cf", disk / "a.tar", "."], check=True, timeout=120)
     refused(store, disk / "a.tar", "cannot be opened")
 
 
@@ -326,9 +326,9 @@ def test_a_full_disk_is_named_and_left_as_it_was(disk: Path) -> None:
     image = disk / "small.img"
     image.write_bytes(b"")
     os.truncate(image, 24 << 20)
-    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=30)
+    subprocess.run(["mkfs.ext4", "-q", image], check=True, timeout=120)
     (disk / "small").mkdir()
-    subprocess.run(["mount", "-o", "loop", image, disk / "small"], check=True, timeout=30)
+    subprocess.run(["mount", "-o", "loop", image, disk / "small"], check=True, timeout=120)
     try:
         store = ImageStore(disk / "small/store")
         layers = [[file("f", os.urandom(4 << 20))], [file("g", os.urandom(20 << 20))]]
@@ -338,4 +338,4 @@ def test_a_full_disk_is_named_and_left_as_it_was(disk: Path) -> None:
         assert not list((store.root / "staging").iterdir())
         assert imported(store, "y", make_layout(disk / "fits", layers[:1])).layers
     finally:
-        subprocess.run(["umount", disk / "small"], check=True, timeout=30)
+        subprocess.run(["umount", disk / "small"], check=True, timeout=120)

@@ -41,7 +41,7 @@ def by_tar(tree: Path, archive: Path, *options: str) -> Path:
         str(archive),
         ".",
     ]
-    subprocess.run(command, check=True, timeout=60)
+    subprocess.run(command, check=True, timeout=120)
     return archive
 
 
@@ -81,7 +81,7 @@ def test_the_layer_shows_the_tree(store: ImageStore, disk: Path) -> None:
 def test_whiteout_names_in_a_plain_archive_are_files(store: ImageStore, disk: Path) -> None:
     (disk / "a.tar").write_bytes(tar_of([directory("d"), file("d/.wh.x", b"x"), file("d/.wh..wh..opq", b"y")]))
     tree = disk / "tree"
-    subprocess.run(["tar", "-xf", disk / "a.tar", "--one-top-level=" + str(tree)], check=True, timeout=30)
+    subprocess.run(["tar", "-xf", disk / "a.tar", "--one-top-level=" + str(tree)], check=True, timeout=120)
     os.utime(tree, (0, 0))
     assert imported(store, "a", str(disk / "a.tar")).layers == imported(store, "b", str(tree)).layers
 
@@ -127,7 +127,7 @@ def test_a_packed_layout_is_an_oci_image(store: ImageStore, disk: Path) -> None:
 
 def test_layers_of_every_compression(store: ImageStore, disk: Path) -> None:
     tar = tar_of([directory("./"), file("f", b"f" * 100_000)])
-    zstd = subprocess.run(["zstd", "-q"], input=tar, capture_output=True, check=True, timeout=30).stdout
+    zstd = subprocess.run(["zstd", "-q"], input=tar, capture_output=True, check=True, timeout=120).stdout
     kind = "application/vnd.oci.image.layer.v1.tar"
     plain = imported(store, "plain", str(make_layout(disk / "plain", [[directory("./"), file("f", b"f" * 100_000)]])))
     for suffix, content in (("+gzip", gzip.compress(tar)), ("+zstd", zstd)):
@@ -148,7 +148,7 @@ def packed(content: bytes, how: str) -> bytes:
         case "xz":
             return lzma.compress(content)
         case "zstd":
-            return subprocess.run(["zstd", "-q"], input=content, capture_output=True, check=True, timeout=30).stdout
+            return subprocess.run(["zstd", "-q"], input=content, capture_output=True, check=True, timeout=120).stdout
         case _:
             return content
 

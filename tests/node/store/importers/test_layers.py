@@ -371,7 +371,7 @@ import_image(ImageStore(Path(sys.argv[1])), request, on_progress=seen)
 def test_killed_at_any_point_it_leaves_nothing(disk: Path, phase: str) -> None:
     layout = make_layout(disk / "layout", [*SYSTEM, *WORK])
     command = [sys.executable, "-c", KILLED, str(disk / "store"), str(layout), phase]
-    assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
     store = ImageStore(disk / "store")
     assert (store.names(), leftovers(store)) == ([], [])
     assert mounts_of(disk) == []
@@ -390,7 +390,7 @@ def test_layers_are_the_same_where_trees_are_made_elsewhere(disk: Path) -> None:
 
 def test_a_store_that_cannot_back_mounts_is_read_through_copies(disk: Path) -> None:
     (disk / "memory").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk / "memory"], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64m", "none", disk / "memory"], check=True, timeout=120)
     try:
         store = ImageStore(disk / "memory/store", scratch=disk / "scratch")
         base = imported(store, "base", make_layout(disk / "base", SYSTEM), collapse_bytes=0)
@@ -399,7 +399,7 @@ def test_a_store_that_cannot_back_mounts_is_read_through_copies(disk: Path) -> N
         near = ImageStore(disk / "near")
         assert digests(imported(near, "x", disk / "more", collapse_bytes=0)) == digests(more)
     finally:
-        subprocess.run(["umount", disk / "memory"], check=True, timeout=10)
+        subprocess.run(["umount", disk / "memory"], check=True, timeout=120)
 
 
 def test_a_layer_the_kernel_cannot_read_is_named(store: ImageStore, disk: Path) -> None:

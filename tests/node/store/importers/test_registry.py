@@ -173,7 +173,7 @@ def test_a_registry_that_gives_something_else_for_a_digest(store: ImageStore, di
     for number, entries in enumerate((BOTTOM, [*BOTTOM, [file("evil")]])):
         name = registry.push(make_layout(disk / f"layout{number}", entries), f"lib/pinned:{number}")
         command = ["skopeo", "inspect", "--tls-verify=false", f"--creds={USER}:{PASSWORD}", "--raw", f"docker://{name}"]
-        raw = subprocess.run(command, check=True, timeout=60, capture_output=True).stdout
+        raw = subprocess.run(command, check=True, timeout=120, capture_output=True).stdout
         digests.append(f"sha256:{hashlib.sha256(raw).hexdigest()}")
     with lying(registry, *digests) as host, pytest.raises(DigestMismatchError):
         imported(store, "x", f"docker://{host}/lib/pinned@{digests[0]}", access=ACCESS)
@@ -337,7 +337,7 @@ def test_killed_while_it_fetches_it_leaves_nothing(disk: Path, registry: Registr
     name = registry.push(make_layout(disk / "layout", LARGE), "lib/large:4").partition("/")[2]
     with stopped_way(registry, after_bytes=4 << 20) as host:
         command = [sys.executable, "-c", KILLED, str(disk / "store"), f"docker://{host}/{name}", ACCESS.creds]
-        assert subprocess.run(command, timeout=60, check=False).returncode == -signal.SIGKILL
+        assert subprocess.run(command, timeout=120, check=False).returncode == -signal.SIGKILL
         assert list((disk / "store/staging").iterdir())
     store = ImageStore(disk / "store")
     assert (store.names(), leftovers(store)) == ([], [])
@@ -354,9 +354,9 @@ def test_an_image_beyond_the_limits_is_not_fetched(store: ImageStore, disk: Path
 def test_a_full_disk_is_named(registry: Registry, disk: Path) -> None:
     reference = registry.push(make_layout(disk / "layout", LARGE), "lib/large:6")
     (disk / "small").mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk / "small"], check=True, timeout=10)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=4m", "none", disk / "small"], check=True, timeout=120)
     try:
         with pytest.raises(DiskFullError):
             imported(ImageStore(disk / "store", scratch=disk / "small"), "x", f"docker://{reference}", access=ACCESS)
     finally:
-        subprocess.run(["umount", disk / "small"], check=True, timeout=10)
+        subprocess.run(["umount", disk / "small"], check=True, timeout=120)

@@ -101,7 +101,7 @@ class Node:
     def stop(self) -> None:
         assert self.process is not None
         self.process.send_signal(signal.SIGTERM)
-        assert self.process.wait(20) == 0
+        assert self.process.wait(60) == 0
 
     @contextlib.contextmanager
     def mounts(self, *, wait_s: float = 20.0, record_s: float | None = None) -> Iterator[LayerMounts]:
@@ -150,7 +150,7 @@ def _end(node: Node) -> None:
     finally:
         if node.process is not None and node.process.poll() is None:
             node.process.send_signal(signal.SIGTERM)
-            node.process.wait(20)
+            node.process.wait(60)
         unmount_data(node.run_dir)
 
 

@@ -74,7 +74,7 @@ class _Request(http.server.BaseHTTPRequestHandler):
         if fault == "500":
             self._answer(500, b"")
         elif fault == "hang":
-            self.server.release.wait(30)
+            self.server.release.wait(60)
             self.close_connection = True
         elif fault == "endless":
             self._never_end(wanted, len(content))
@@ -170,7 +170,7 @@ def s3_server(bucket: str) -> Iterator[dict[str, str]]:
         }
     finally:
         process.terminate()
-        process.wait(30)
+        process.wait(60)
 
 
 def _make_bucket(port: int, bucket: str) -> None:

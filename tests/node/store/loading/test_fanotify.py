@@ -94,7 +94,7 @@ def _end(node: FanotifyNode) -> None:
     unmount_layers(node.run_dir / "layers")
     if node.process is not None and node.process.poll() is None:
         node.process.send_signal(signal.SIGTERM)
-        assert node.process.wait(20) == 0
+        assert node.process.wait(60) == 0
     left = [name for name in HOLDERS if is_holding(node.place, name)]
     node.kill(*HOLDERS)
     assert left == []
@@ -373,7 +373,7 @@ def test_mapped_files_are_filled_too(store: ImageStore, disk: Path, start: Start
         (fd,) = mounts.acquire(image)
         for path in (f"/proc/{os.getpid()}/fd/{fd}/large", str(node.data_file(image))):
             done = subprocess.run(
-                [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=20, check=True
+                [sys.executable, "-c", code, path], capture_output=True, text=True, timeout=120, check=True
             )
             if path.endswith("/large"):
                 assert done.stdout.strip() == expected["large"]
@@ -424,15 +424,15 @@ def test_a_full_disk_is_an_error_and_what_is_there_stays_readable(store: ImageSt
 def small_disk(image: Path, target: Path, *, free_bytes: int) -> Iterator[None]:
     with image.open("wb") as file:
         file.truncate(free_bytes + (128 << 20))
-    subprocess.run(["mkfs.ext4", "-q", "-m0", image], check=True, timeout=30)
-    subprocess.run(["mount", "-o", "loop", image, target], check=True, timeout=30)
+    subprocess.run(["mkfs.ext4", "-q", "-m0", image], check=True, timeout=120)
+    subprocess.run(["mount", "-o", "loop", image, target], check=True, timeout=120)
     try:
         free = os.statvfs(target)
         with (target / "ballast").open("wb") as file:
             os.posix_fallocate(file.fileno(), 0, free.f_bavail * free.f_frsize - free_bytes)
         yield
     finally:
-        subprocess.run(["umount", target], check=True, timeout=30)
+        subprocess.run(["umount", target], check=True, timeout=120)
 
 
 def test_two_nodes_fill_from_one_store_at_once(store: ImageStore, disk: Path, start: Start) -> None:

@@ -36,7 +36,7 @@ async def template(programs: Programs, kernel: Path) -> AsyncIterator[Path]:
 def saved(yard: Yard, template: Path) -> Path:
     """A copy of `template` a test may spoil."""
     target = yard.folder()
-    subprocess.run(["cp", "--archive", "--sparse=always", f"{template}/.", target], check=True, timeout=30)
+    subprocess.run(["cp", "--archive", "--sparse=always", f"{template}/.", target], check=True, timeout=120)
     return target
 
 

@@ -65,7 +65,7 @@ async def test_an_edge_killed_during_a_start_leaves_a_machine_found_or_none(
     place = yard.place(host_id=host_id)
     paths = [str(path) for path in (saved, yard.run_dir, place.directory, STATE_DIR)]
     argv = [sys.executable, str(DYING), step, *paths, str(host_id)]
-    done = subprocess.run(argv, input=pickle.dumps(yard.spec), timeout=50, check=False)
+    done = subprocess.run(argv, input=pickle.dumps(yard.spec), timeout=120, check=False)
     assert done.returncode == -signal.SIGKILL
     assert len(yard.processes()) == 1
     found = await yard.vmm.find(place)
@@ -137,7 +137,7 @@ async def test_a_vmm_killed_later_is_a_lost_sandbox_and_its_end_is_noticed(yard:
     guest = await yard.guest(vm)
     waiting = asyncio.ensure_future(vm.wait_ended())
     os.kill(vm.pid, signal.SIGKILL)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await waiting
         await guest.wait_closed()
     for call in (vm.pause(), vm.resume(), vm.save(yard.folder())):

@@ -225,7 +225,7 @@ class Toucher:
 
     def close(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(60)
         for file in (self.process.stdin, self.process.stdout):
             assert file is not None
             file.close()
@@ -235,7 +235,7 @@ class Toucher:
 async def test_pages_given_back_are_zero_and_changed_ones_are_the_changes(yard: Yard, tmp_path: Path) -> None:
     """What a balloon does: pages the guest gave back must not come back as they were saved."""
     program = tmp_path / "toucher"
-    subprocess.run(["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, SOURCE], check=True, timeout=60)
+    subprocess.run(["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-o", program, SOURCE], check=True, timeout=120)
     base, changes, table = yard.disk / "b", yard.disk / "c", yard.disk / "t"
     pages = 256
     base.write_bytes(b"".join((1000 + page).to_bytes(8, "little").ljust(PAGE, b"\0") for page in range(pages)))

@@ -81,7 +81,7 @@ class Answer:
         return self._end(None, number)
 
     def wait(self) -> Answer:
-        assert self.complete.wait(20), "a read was never answered"
+        assert self.complete.wait(60), "a read was never answered"
         return self
 
     def _end(self, content: bytes | None, error: int) -> bool:

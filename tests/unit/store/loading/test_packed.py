@@ -97,7 +97,7 @@ def test_after_a_restart_nothing_is_asked_for_though_the_store_is_gone(tmp_path:
     with reader_of(tmp_path, files) as reader:
         assert reader.packed is not None
         for one in reader.load_packed(reader.packed):
-            one.result(20)
+            one.result(60)
     files.files.clear()
     with reader_of(tmp_path, files, again=True) as reader:
         read(reader, *IN_PACK)
@@ -149,14 +149,14 @@ def test_without_room_everything_is_served_all_the_same(tmp_path: Path) -> None:
         def slow(name: str, _offset: int, content: bytes) -> bytes:
             if name == PACK:
                 began.set()
-                go_on.wait(10)
+                go_on.wait(60)
             return content
 
         files.fault = slow
         reader._engine._recent.clear()
         assert reader.packed is not None
         loading = reader.load_packed(reader.packed, at_once=1)
-        assert began.wait(10)
+        assert began.wait(60)
         answer = Answer()
         reader.read(IN_PACK[0] * CHUNK_BYTES, CHUNK_BYTES, answer)
         go_on.set()

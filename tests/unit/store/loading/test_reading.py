@@ -88,7 +88,7 @@ def test_a_chunk_is_fetched_once_however_many_wait(tmp_path: Path) -> None:
     hold = threading.Event()
 
     def fault(_name: str, _offset: int, content: bytes) -> bytes:
-        hold.wait(10)
+        hold.wait(60)
         return content
 
     files = FaultyFiles(CONTENT, fault=fault)
@@ -167,7 +167,7 @@ def test_loading_before_anybody_asks(tmp_path: Path) -> None:
     files = FaultyFiles(CONTENT)
     with readers(tmp_path, files, CONTENT) as (reader,):
         for future in reader.load([3, 4, 5, 20, 999, -1, 40]):
-            future.result(timeout=10)
+            future.result(timeout=60)
         assert reader.cached.missing(0, 41) == [n for n in range(41) if n not in (3, 4, 5, 20, 40)]
         assert len(files.reads) == 3
         assert (
@@ -181,7 +181,7 @@ def test_the_end_answers_whoever_waits(tmp_path: Path) -> None:
     release = threading.Event()
 
     def hang(_name: str, _offset: int, content: bytes) -> bytes:
-        release.wait(10)
+        release.wait(60)
         return content
 
     fault: Fault = hang

@@ -191,7 +191,7 @@ def test_creates_that_wait_leave_room_for_those_that_need_not(
     tmp_path: Path, tree: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go_on = threading.Event()
-    monkeypatch.setattr(starting, "_bring", lambda _fd, _parts: go_on.wait(20))
+    monkeypatch.setattr(starting, "_bring", lambda _fd, _parts: go_on.wait(60))
 
     async def many(starts: Starts) -> tuple[int, int]:
         tasks = [asyncio.create_task(starts.ready([LAYER])) for _ in range(3 * starting.MOST_WAITING)]
