@@ -234,7 +234,7 @@ async def test_a_new_connection_replaces_the_old(yard: Yard) -> None:
     vm = await yard.boot()
     first = await yard.guest(vm)
     second = await yard.guest(vm)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await first.wait_closed()
     assert await run(second, 1, "echo second") == (0, b"second")
 
@@ -244,7 +244,7 @@ async def test_a_guest_that_resets_itself_has_ended(yard: Yard) -> None:
     guest = await yard.guest(vm)
     with pytest.raises(GuestLostError):
         await run(guest, 1, "reset")
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(60):
         await vm.wait_ended()
     with pytest.raises(GuestLostError, match="ended"):
         await vm.connect(timeout_s=5)
@@ -268,7 +268,7 @@ async def test_it_runs_in_the_groups_it_is_given(yard: Yard) -> None:
 @pytest.mark.tun
 async def test_a_machine_takes_as_many_drives_as_are_said(yard: Yard) -> None:
     tap = f"odsfc{os.getpid() % 100_000}m"
-    subprocess.run(["ip", "tuntap", "add", tap, "mode", "tap"], check=True, timeout=20)
+    subprocess.run(["ip", "tuntap", "add", tap, "mode", "tap"], check=True, timeout=120)
     try:
         many = [Drive(name=f"d{number}", path=yard.disk / "base") for number in range(MAX_DRIVES - 1)]
         card = Card(tap=tap, mac="06:00:00:00:00:01")
@@ -286,7 +286,7 @@ async def test_a_machine_takes_as_many_drives_as_are_said(yard: Yard) -> None:
         assert process.identify((await yard.restore(saved, spec=spec, host_id=JAILED)).pid) is not None
         await yard.living()[0].kill()
     finally:
-        subprocess.run(["ip", "link", "delete", tap], check=True, timeout=20)
+        subprocess.run(["ip", "link", "delete", tap], check=True, timeout=120)
 
 
 @pytest.mark.tun
@@ -294,7 +294,7 @@ async def test_a_machine_takes_as_many_drives_as_are_said(yard: Yard) -> None:
 async def test_a_restored_machine_takes_the_tap_it_is_given(yard: Yard, host_id: int) -> None:
     taps = [f"odsfc{os.getpid() % 100_000}{letter}" for letter in "ab"]
     for tap in taps:
-        subprocess.run(["ip", "tuntap", "add", tap, "mode", "tap", "user", str(host_id)], check=True, timeout=20)
+        subprocess.run(["ip", "tuntap", "add", tap, "mode", "tap", "user", str(host_id)], check=True, timeout=120)
     try:
         specs = [replace(yard.spec, card=Card(tap=tap, mac="06:00:00:00:00:01")) for tap in taps]
         vm = yard.keep(await yard.vmm.boot(specs[0], yard.place(host_id=host_id)))
@@ -310,7 +310,7 @@ async def test_a_restored_machine_takes_the_tap_it_is_given(yard: Yard, host_id:
         await vm.kill()
     finally:
         for tap in taps:
-            subprocess.run(["ip", "link", "delete", tap], check=True, timeout=20)
+            subprocess.run(["ip", "link", "delete", tap], check=True, timeout=120)
 
 
 def _taps_of(pid: int) -> set[str]:
