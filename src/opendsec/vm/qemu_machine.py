@@ -39,7 +39,7 @@ from opendsec.vm.saved import SavedMachine
 RECORD = "vmm.json"
 GONE_TIMEOUT_S = 20.0
 FIRST_TRY_S = 4.0
-FIRST_TRY_OF_A_START_S = 20.0
+FIRST_TRY_OF_A_START_S = 8.0
 """Of a QEMU that is on its way: nobody was connected to it before, so nothing but the host's load is waited for."""
 BETWEEN_TRIES_S = 0.05
 

@@ -28,6 +28,7 @@ from opendsec.vm.initrd import write_initrd
 from opendsec.vm.kernels import find_kernel
 
 BOOT_S = 90.0
+HELLO_S = 15.0
 DISK_MIB = 64
 SETX = r"""
 #include <sys/xattr.h>
@@ -148,12 +149,14 @@ class Machine:
         return [*((name, self.images / name, "on") for name in self.drives), *own]
 
     async def channel(self) -> Channel:
-        """Connect as soon as QEMU listens and the agent answers."""
+        """Connect as soon as QEMU listens and the agent answers. A HELLO that comes before the agent has seen the end of
+        what was on the line is lost with it: a host asks once more.
+        """
         deadline = time.monotonic() + BOOT_S
         while True:
             assert self.process.poll() is None, self.words()
             with suppress(GuestLostError):
-                return await connect(self.socket, timeout_s=max(1.0, deadline - time.monotonic()))
+                return await connect(self.socket, timeout_s=max(1.0, min(HELLO_S, deadline - time.monotonic())))
             assert time.monotonic() < deadline, self.words()
 
     def words(self) -> str:
