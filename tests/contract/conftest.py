@@ -15,14 +15,20 @@ CONTAINER = pytest.param(
 MICROVM = pytest.param(BackendKind.MICROVM, marks=[getattr(pytest.mark, name) for name in MICROVM_NEEDS], id="microvm")
 FULLVM = pytest.param(BackendKind.FULLVM, marks=[getattr(pytest.mark, name) for name in FULLVM_NEEDS], id="fullvm")
 ALL = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER, MICROVM, FULLVM]
-REAL = [CONTAINER, MICROVM, FULLVM]
+PLACES_OF = {
+    "REAL_ONLY": [CONTAINER, MICROVM, FULLVM],
+    "CONTAINER_ONLY": [CONTAINER],
+    "MACHINES_ONLY": [MICROVM, FULLVM],
+}
+"""What a module may say of itself, and what its tests run on then."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Modules with REAL_ONLY are about what only a real kernel has, those with CONTAINER_ONLY about the host's."""
+    """Modules with REAL_ONLY are about what only a real kernel has, those with CONTAINER_ONLY about the host's, those
+    with MACHINES_ONLY about guests with a kernel of their own."""
     if "place" in metafunc.fixturenames:
         module = metafunc.module.__dict__
-        places = [CONTAINER] if module.get("CONTAINER_ONLY") else REAL if module.get("REAL_ONLY") else ALL
+        places = next((those for flag, those in PLACES_OF.items() if module.get(flag)), ALL)
         metafunc.parametrize("place", places, indirect=True, scope="module")
 
 

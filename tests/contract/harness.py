@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from ipaddress import IPv4Network
 from pathlib import Path
 from typing import Any
@@ -131,6 +132,8 @@ class Place:
     """Smallest limit that is of use here."""
     least_disk_mb: int = 16
     """Smallest limit of the disk; for a full VM that is its image's disk."""
+    anew: Callable[[], Backend] | None = None
+    """Another backend on the same directories and groups, as a new edge process makes it."""
     store: ImageStore | None = None
     """Of a full VM's disks: what was packed of one is published there."""
     boots: Callable[[StartPlan], Awaitable[Path]] | None = None
@@ -301,6 +304,7 @@ async def microvm_place(
         for directory in (state / "sbx", run / "sbx"):
             directory.mkdir(mode=0o711)
         place = Place(backend, images, state / "sbx", run / "sbx", least_memory_mb=MIN_MEMORY_MIB)
+        place.anew = partial(microvm_backend, layers, state, run, kernels=kernels)
         yield place
         backend = place.backend
     finally:
@@ -335,51 +339,46 @@ async def fullvm_place() -> AsyncIterator[Place]:
     state = Path(tempfile.mkdtemp(prefix="opendsec-contract-", dir="/var/lib"))
     run = Path(tempfile.mkdtemp(prefix="ods-", dir="/run"))
     store = ImageStore(made / "store")
-    backend = FullVmBackend(
-        layers=LayerMounts(DirectLoader(store, state / "metadata"), run / "layers"),
-        state_dir=state,
-        host_state_dir=made,
-        run_dir=run,
-        ground=Ground(state, cgroup_root=f"opendsec-contract-pc-{os.getpid()}"),
-    )
-    place = Place(
-        backend,
-        images,
-        state / "sbx",
-        run / "sbx",
-        least_memory_mb=PC_MEMORY_MIB,
-        least_disk_mb=PC_DISK_MIB,
-        store=store,
-    )
-    booting = asyncio.Lock()
 
-    async def boots(plan: StartPlan) -> Path:
-        """One boot for each shape of machine: a boot is the most a test waits for."""
-        limits = plan.spec.resources
-        saved = made / "saved" / f"{plan.image.name}-{limits.memory_limit_mb}-{limits.disk_limit_mb}"
-        async with booting:
-            if not saved.is_dir():
-                own = place.plan(plan.spec.image, resources=plan.spec.resources)
-                try:
-                    running = await backend.start(own)
-                    partial = saved.with_name("partial")
-                    partial.mkdir()
-                    await backend.snapshot(running.handle, partial)
-                    partial.rename(saved)
-                finally:
-                    await place.destroy(own)
-        return saved
+    def anew() -> FullVmBackend:
+        return FullVmBackend(
+            layers=LayerMounts(DirectLoader(store, state / "metadata"), run / "layers"),
+            state_dir=state,
+            host_state_dir=made,
+            run_dir=run,
+            ground=Ground(state, cgroup_root=f"opendsec-contract-pc-{os.getpid()}"),
+        )
 
-    place.boots = boots
+    place = Place(anew(), images, state / "sbx", run / "sbx", anew=anew, store=store)
+    place.least_memory_mb, place.least_disk_mb = PC_MEMORY_MIB, PC_DISK_MIB
+    place.boots = partial(booted_pc, place, made / "saved", asyncio.Lock())
     try:
-        await backend.open()
+        await place.backend.open()
         for directory in (state / "sbx", run / "sbx"):
             directory.mkdir(mode=0o711)
         yield place
     finally:
-        await backend.close()
+        await place.backend.close()
         shutil.rmtree(state)
         shutil.rmtree(run)
+
+
+async def booted_pc(place: Place, directory: Path, turn: asyncio.Lock, plan: StartPlan) -> Path:
+    """One boot for each shape of machine: a boot is the most a test waits for."""
+    limits = plan.spec.resources
+    saved = directory / f"{plan.image.name}-{limits.memory_limit_mb}-{limits.disk_limit_mb}"
+    async with turn:
+        if not saved.is_dir():
+            own = place.plan(plan.spec.image, resources=limits)
+            half = Path(tempfile.mkdtemp(dir=directory))
+            try:
+                running = await place.backend.start(own)
+                await place.backend.snapshot(running.handle, half)
+                half.rename(saved)
+            finally:
+                shutil.rmtree(half, ignore_errors=True)
+                await place.destroy(own)
+    return saved
 
 
 PLACES = {

@@ -14,6 +14,7 @@ pytestmark = [
     pytest.mark.anyio,
     *(getattr(pytest.mark, name) for name in ("root", "native", "cgroup", "erofs", "overlay", "netns", "image")),
 ]
+CONTAINER_ONLY = True
 
 SET_ID = r"""
 cat > /tmp/who.c <<'END'

@@ -146,7 +146,7 @@ async def test_a_terminal(box: Sandbox) -> None:
     assert result.exit.exit_code == 0
 
 
-async def test_a_stream_that_nobody_reads_is_bounded(box: Sandbox) -> None:
+async def test_a_stream_that_nobody_reads_is_bounded(place: Place, box: Sandbox) -> None:
     before = box.backend.usage(box.running.handle).memory_bytes
     floods = [await box.start("yes") for _ in range(10)]
     for command in floods:
@@ -154,4 +154,5 @@ async def test_a_stream_that_nobody_reads_is_bounded(box: Sandbox) -> None:
     assert (await box.run("echo here")).stdout == b"here\n"
     after = box.backend.usage(box.running.handle).memory_bytes
     if before is not None and after is not None:
-        assert after - before < 10 * (4 * CHUNK_BYTES + 1024 * 1024)
+        first_touched = 64 << 20 if place.is_emulated else 0  # a machine's own memory, and what QEMU has translated
+        assert after - before < 10 * (4 * CHUNK_BYTES + 1024 * 1024) + first_touched
