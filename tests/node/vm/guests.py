@@ -149,8 +149,8 @@ class Machine:
         return [*((name, self.images / name, "on") for name in self.drives), *own]
 
     async def channel(self) -> Channel:
-        """Connect as soon as QEMU listens and the agent answers. A HELLO that comes before the agent has seen the end of
-        what was on the line is lost with it: a host asks once more.
+        """Connect as soon as QEMU listens and the agent answers. A HELLO that comes before the agent has seen the end
+        of what was on the line is lost with it: a host asks once more.
         """
         deadline = time.monotonic() + BOOT_S
         while True:
