@@ -31,9 +31,9 @@ from opendsec.backends.container_rubbish import empty
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
 from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
-from opendsec.backends.fullvm_meeting import ENDED, GREETING_S, meet, once
+from opendsec.backends.fullvm_meeting import ENDED, meet, once
 from opendsec.backends.fullvm_ports import dial_forwarded
-from opendsec.backends.fullvm_renewal import renew
+from opendsec.backends.fullvm_renewal import renew, renew_awake
 from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
 from opendsec.backends.fullvm_stillness import quiet
 from opendsec.backends.ground import Ground, network_of
@@ -308,11 +308,8 @@ class FullVmBackend(Backend):
         async with live.machine.turn(timeout_s=None):  # one that cannot be resumed is taken for lost
             paused = await live.machine.is_paused()
             await live.machine.resume()
-        guest = live.guest
-        if paused and guest is not None and guest.is_machine and not guest.closed:
-            with contextlib.suppress(GuestLostError, TimeoutError):  # its clock has stood still; a lost one shows itself
-                async with asyncio.timeout(GREETING_S):
-                    await renew(guest)
+        if paused and live.guest is not None and live.guest.is_machine and not live.guest.closed:
+            await renew_awake(live.guest)
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         live = await self._required(handle)

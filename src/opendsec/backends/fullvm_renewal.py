@@ -8,14 +8,19 @@ agent that is init does all of it by itself, and needs no program of the guest's
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import secrets
 import time
 
 from opendsec.errors import StartError
-from opendsec.guest.base import Exit, Guest, GuestError, Output, StartCommand
+from opendsec.guest.base import Exit, Guest, GuestError, GuestLostError, Output, StartCommand
 from opendsec.guest.machine import Identity
 
+log = logging.getLogger(__name__)
+
+AWAKE_S = 20.0
 LAST_COMMAND = 2**31 - 1
 """Ids from here downwards are never an edge's: it counts from 1."""
 _TIMEOUT_MS = 60_000
@@ -37,6 +42,16 @@ async def renew(guest: Guest) -> None:
             await _run_script(guest)
     except GuestError as error:
         raise StartError(f"the guest's clock and randomness could not be renewed: {error}") from error
+
+
+async def renew_awake(guest: Guest) -> None:
+    """After a pause, in which its clock stood still too. A guest that cannot is no worse for it, and one that is lost
+    shows by itself."""
+    try:
+        async with asyncio.timeout(AWAKE_S):
+            await renew(guest)
+    except (StartError, GuestLostError, TimeoutError) as error:
+        log.warning("guest_clock_not_set", extra={"fields": {"reason": str(error) or "it took too long"}})
 
 
 async def _run_script(guest: Guest) -> None:
