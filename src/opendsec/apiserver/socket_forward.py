@@ -6,7 +6,6 @@ either side's end ends the other.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from typing import Any
 
@@ -17,7 +16,6 @@ from opendsec import errors
 from opendsec.apiserver.link import EdgeLink
 from opendsec.server import sockets
 from opendsec.server.asgi import Receive, Scope, Send
-from opendsec.server.streams import first_failure
 from opendsec.wire import codec
 from opendsec.wire.contracts import HEADER_PROJECT, HEADER_REQUEST_ID
 
@@ -70,34 +68,16 @@ async def _connect(
 
 
 async def _pass(edge: ClientConnection, receive: Receive, send: Send) -> None:
-    over, gone = asyncio.Event(), asyncio.Event()
-
-    async def down() -> None:
+    async def read() -> bytes | str | None:
         try:
-            async for message in edge:
-                kind = "bytes" if isinstance(message, bytes) else "text"
-                await send({"type": "websocket.send", kind: message})
-        except (ConnectionClosed, OSError):
-            pass  # as good as its end: nobody counts on a last word
-        over.set()
-
-    async def up() -> None:
-        try:
-            while (message := await receive())["type"] != "websocket.disconnect":
-                data = message.get("bytes")
-                await edge.send(message.get("text") or "" if data is None else data)
-            gone.set()
+            return await edge.recv()
         except ConnectionClosed:
-            pass
-        over.set()
+            return None  # nobody counts on a last word
 
-    try:
-        async with asyncio.TaskGroup() as group:
-            tasks = [group.create_task(down()), group.create_task(up())]
-            await over.wait()
-            for task in tasks:
-                task.cancel()
-    except BaseExceptionGroup as failures:
-        raise first_failure(failures) from None
-    if not gone.is_set():
-        await sockets.close(send)
+    async def write(message: bytes | str) -> None:
+        try:
+            await edge.send(message)
+        except ConnectionClosed as exc:
+            raise ConnectionResetError(str(exc)) from exc
+
+    await sockets.pass_messages(read, write, receive, send)

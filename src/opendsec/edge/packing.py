@@ -14,11 +14,8 @@ the next edge lets go on.
 from __future__ import annotations
 
 import asyncio
-import logging
-import secrets
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -26,8 +23,9 @@ from dataclasses import dataclass, replace
 from opendsec import errors
 from opendsec.backends.base import Capability, Changes, DiskChanges, Handle
 from opendsec.edge import lifecycle
+from opendsec.edge.long_work import KnownWork, LongWork, Words
 from opendsec.edge.sandbox import Sandbox
-from opendsec.model.ids import SandboxId, check_image_name
+from opendsec.model.ids import check_image_name
 from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.model.node import SandboxState
 from opendsec.store.below import Below
@@ -37,74 +35,30 @@ from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.packing import Selection, homes_in, on_top, pack_layer, select
 from opendsec.store.progress import Progress
 from opendsec.store.scrub import Scrub, check_patterns
-from opendsec.wire import codec
 from opendsec.wire.contracts import PackEvent, PackRequest, PackResult
 
-log = logging.getLogger(__name__)
-
 AT_ONCE = 2
-TELL_EVERY_S = 1.0
-REMEMBERED = 1000
-"""Packs whose result can be asked for again."""
+WORDS = Words(noun="pack", doing="packed", done="packed")
 
 
-class Pack:
+class Pack(LongWork[PackResult, PackEvent]):
     """One pack: where it stands, and how it ended."""
 
     def __init__(self, sandbox: Sandbox, request: PackRequest) -> None:
-        self.sandbox = sandbox
+        super().__init__(sandbox, WORDS, PackEvent)
         self.request = request
         self.given_up = False
-        self.result: PackResult | None = None
-        self.error: errors.OpenDSecError | None = None
-        self._progress = Progress(phase="waiting for its turn")
-        self._ended = asyncio.Event()
 
     @property
     def wanted(self) -> bool:
         """Whether it may go on. Asked from its thread, too."""
         return not self.given_up and self.sandbox.life.end_reason is None
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is an outcome."""
-        return self._ended.is_set()
-
     def tell(self, progress: Progress) -> None:
         """From its thread. Raises GivenUpError when there is nothing to go on for."""
-        self._progress = progress
+        super().tell(progress)
         if not self.wanted:
             raise GivenUpError
-
-    def end(self, outcome: PackResult | errors.OpenDSecError) -> None:
-        """Once."""
-        if isinstance(outcome, PackResult):
-            self.result = outcome
-        else:
-            self.error = outcome
-        self._ended.set()
-
-    async def follow(self, request_id: str) -> AsyncGenerator[PackEvent]:
-        """Where it stands about once a second, then how it ended. What fails at once is raised."""
-        told = False
-        while not await self._ends_within(TELL_EVERY_S):
-            told = True
-            yield PackEvent(phase=self._progress.phase, done=self._progress.done, total=self._progress.total)
-        if self.error is None:
-            yield PackEvent(phase="packed", result=self.result)
-            return
-        if not told:
-            raise self.error
-        fields = codec.error_fields(self.error)
-        yield PackEvent(phase="failed", error={**fields, "request_id": request_id})
-
-    async def _ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class GivenUpError(Exception):
@@ -133,46 +87,32 @@ class Packing:
         self._store = store
         self._at_once = asyncio.Semaphore(at_once)
         self._threads = ThreadPoolExecutor(at_once, thread_name_prefix="packs")
-        self._packs: OrderedDict[tuple[SandboxId, str], Pack] = OrderedDict()
+        self._known: KnownWork[Pack] = KnownWork(WORDS.noun)
 
     def begin(self, sandbox: Sandbox, request: PackRequest, *, key: str | None) -> Pack:
         """Start a pack, or find the one of this key. Raises InvalidSpecError, and ConflictError when it was another."""
         check_request(request)
         if sandbox.image_config.machine is not None:
             check_disk_request(request)
-        place = (sandbox.sandbox_id, secrets.token_hex(8) if key is None else key)
-        known = self._packs.get(place)
+        place = self._known.place(sandbox, key)
+        known = self._known.find(place, request)
         if known is not None:
-            if known.request != request:
-                raise errors.ConflictError(
-                    "the same idempotency key was used for another pack of this sandbox",
-                    remedy="use a new key for a new request",
-                )
             return known
-        pack = self._packs[place] = Pack(sandbox, request)
-        while len(self._packs) > REMEMBERED:
-            self._packs.popitem(last=False)
+        pack = Pack(sandbox, request)
+        self._known.keep(place, pack)
         sandbox.spawn(self._run(pack, place), "pack")
         return pack
 
-    async def _run(self, pack: Pack, place: tuple[SandboxId, str]) -> None:
-        sandbox = pack.sandbox
+    async def _run(self, pack: Pack, place: tuple[str, str]) -> None:
         try:
-            async with sandbox.turn, self._at_once, sandbox.saving(Capability.PACK) as handle:
-                pack.end(await self._packed(pack, handle))
-        except asyncio.CancelledError:
-            pack.end(errors.NodeError("the edge was stopped while it packed; nothing was published", retryable=True))
-            raise
-        except errors.OpenDSecError as exc:
-            pack.end(exc)
-        except OSError as exc:
-            log.warning("pack_failed", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
-            pack.end(errors.NodeError(f"the sandbox could not be packed: {exc}"))
+            await pack.settle(self._in_turn(pack))
         finally:
-            if not pack.has_ended:  # a fault of ours, which whoever spawned this logs: nobody may wait for it
-                pack.end(errors.NodeError("the edge failed while it packed; see its log", retryable=False))
             if pack.result is None:
-                self._packs.pop(place, None)  # a repeat is a new try
+                self._known.forget(place)
+
+    async def _in_turn(self, pack: Pack) -> PackResult:
+        async with pack.sandbox.turn, self._at_once, pack.sandbox.saving(Capability.PACK) as handle:
+            return await self._packed(pack, handle)
 
     async def _packed(self, pack: Pack, handle: Handle) -> PackResult:
         began = time.monotonic()

@@ -20,6 +20,7 @@ from dataclasses import replace
 
 from opendsec import errors
 from opendsec.backends.base import Capability
+from opendsec.edge.long_work import TELL_EVERY_S
 from opendsec.edge.node import Node
 from opendsec.edge.origins import of_base
 from opendsec.edge.requests import (
@@ -32,7 +33,7 @@ from opendsec.edge.requests import (
     sandbox_id_for,
 )
 from opendsec.edge.sandbox import Sandbox
-from opendsec.edge.snapshotting import TELL_EVERY_S, Snapshotting
+from opendsec.edge.snapshotting import Snapshotting
 from opendsec.model.ids import SandboxId
 from opendsec.model.spec import SandboxSpec, check_labels, check_seconds, check_snapshot_name
 from opendsec.server.asgi import Receive, Scope, Send, query, read_body, request_id, send_json

@@ -14,90 +14,31 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import secrets
 import time
-from collections import OrderedDict
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from opendsec import errors
 from opendsec.backends.base import Capability
+from opendsec.edge.long_work import KnownWork, LongWork, Words
 from opendsec.edge.origins import Origins, new_token
 from opendsec.edge.sandbox import Sandbox
-from opendsec.model.ids import SandboxId
 from opendsec.model.snapshot import SnapshotSummary
 from opendsec.model.spec import check_snapshot_name
 from opendsec.store.progress import Progress
 from opendsec.store.snapshots import Snapshot, summary_of
-from opendsec.wire import codec
 from opendsec.wire.contracts import SnapshotEvent, SnapshotRequest, SnapshotResult
 
-log = logging.getLogger(__name__)
-
 AT_ONCE = 2
-TELL_EVERY_S = 1.0
-REMEMBERED = 1000
-"""Snapshots whose result can be asked for again."""
+WORDS = Words(noun="snapshot", doing="saved", done="saved")
 
 
-class Saving:
+class Saving(LongWork[SnapshotResult, SnapshotEvent]):
     """One sandbox being saved: where it stands, and how it ended."""
 
     def __init__(self, sandbox: Sandbox, request: SnapshotRequest) -> None:
-        self.sandbox = sandbox
+        super().__init__(sandbox, WORDS, SnapshotEvent)
         self.request = request
-        self.result: SnapshotResult | None = None
-        self.error: errors.OpenDSecError | None = None
-        self.progress = Progress(phase="waiting for its turn")
-        self._ended = asyncio.Event()
-
-    def tell(self, progress: Progress) -> None:
-        """From its thread."""
-        self.progress = progress
-
-    def end(self, outcome: SnapshotResult | errors.OpenDSecError) -> None:
-        """Once."""
-        if isinstance(outcome, SnapshotResult):
-            self.result = outcome
-        else:
-            self.error = outcome
-        self._ended.set()
-
-    @property
-    def has_ended(self) -> bool:
-        """Whether there is an outcome."""
-        return self._ended.is_set()
-
-    async def wait(self) -> SnapshotResult:
-        """Its result. Raises what it failed with."""
-        await self._ended.wait()
-        if self.error is not None:
-            raise self.error
-        assert self.result is not None
-        return self.result
-
-    async def follow(self, request_id: str) -> AsyncGenerator[SnapshotEvent]:
-        """Where it stands about once a second, then how it ended. What fails at once is raised."""
-        told = False
-        while not await self._ends_within(TELL_EVERY_S):
-            told = True
-            yield SnapshotEvent(phase=self.progress.phase, done=self.progress.done, total=self.progress.total)
-        if self.error is None:
-            yield SnapshotEvent(phase="saved", result=self.result)
-            return
-        if not told:
-            raise codec.error_from_fields(codec.error_fields(self.error))
-        yield SnapshotEvent(phase="failed", error={**codec.error_fields(self.error), "request_id": request_id})
-
-    async def _ends_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._ended.wait()
-        except TimeoutError:
-            return False
-        return True
 
 
 class Snapshotting:
@@ -106,7 +47,7 @@ class Snapshotting:
     def __init__(self, origins: Origins, *, at_once: int = AT_ONCE) -> None:
         self._origins = origins
         self._at_once = asyncio.Semaphore(at_once)
-        self._savings: OrderedDict[tuple[SandboxId, str], Saving] = OrderedDict()
+        self._known: KnownWork[Saving] = KnownWork(WORDS.noun)
 
     def begin(self, sandbox: Sandbox, request: SnapshotRequest, *, key: str | None) -> Saving:
         """Start one, or find the one of this key. Raises InvalidSpecError, UnsupportedError, and ConflictError when it
@@ -114,19 +55,13 @@ class Snapshotting:
         check_snapshot_name(request.name)
         sandbox.require(Capability.SNAPSHOT)
         _ = self._origins.published
-        place = (sandbox.sandbox_id, secrets.token_hex(8) if key is None else key)
-        known = self._savings.get(place)
+        place = self._known.place(sandbox, key)
+        known = self._known.find(place, request)
         if known is not None:
-            if known.request != request:
-                raise errors.ConflictError(
-                    "the same idempotency key was used for another snapshot of this sandbox",
-                    remedy="use a new key for a new request",
-                )
             return known
-        saving = self._savings[place] = Saving(sandbox, request)
-        while len(self._savings) > REMEMBERED:
-            self._savings.popitem(last=False)
-        sandbox.spawn(self._run(saving, self._publish, lambda: self._savings.pop(place, None)), "snapshot")
+        saving = Saving(sandbox, request)
+        self._known.keep(place, saving)
+        sandbox.spawn(self._run(saving, self._publish, lambda: self._known.forget(place)), "snapshot")
         return saving
 
     async def base_of(self, sandbox: Sandbox) -> Snapshot:
@@ -161,22 +96,11 @@ class Snapshotting:
         keep: Callable[[Saving, Snapshot, Path], Snapshot],
         forget: Callable[[], Any],
     ) -> None:
-        sandbox = saving.sandbox
         try:
-            saving.end(await self._saved(saving, keep))
-        except asyncio.CancelledError:
-            saving.end(errors.NodeError("the edge was stopped while it saved; nothing was published", retryable=True))
-            raise
-        except errors.OpenDSecError as exc:
-            saving.end(exc)
-        except OSError as exc:
-            log.warning("snapshot_failed", extra={"fields": {"sandbox_id": sandbox.sandbox_id, "reason": str(exc)}})
-            saving.end(errors.NodeError(f"the sandbox could not be saved: {exc}"))
+            await saving.settle(self._saved(saving, keep))
         finally:
-            if not saving.has_ended:  # a fault of ours, which whoever spawned this logs: nobody may wait for it
-                saving.end(errors.NodeError("the edge failed while it saved; see its log", retryable=False))
             if saving.result is None:
-                forget()  # a repeat is a new try
+                forget()
 
     async def _saved(self, saving: Saving, keep: Callable[[Saving, Snapshot, Path], Snapshot]) -> SnapshotResult:
         sandbox = saving.sandbox

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from abc import abstractmethod
+from collections.abc import Awaitable, Callable
 from typing import Protocol
 
 from opendsec import errors
@@ -49,24 +50,43 @@ async def accept(receive: Receive, send: Send, *, subprotocol: str | None = None
     await send({"type": "websocket.accept", "subprotocol": subprotocol, "headers": []})
 
 
+Message = bytes | str
+
+
 async def carry(stream: ByteStream, receive: Receive, send: Send) -> None:
     """Both directions, until one of them ends; then the socket is closed."""
+
+    async def read() -> Message | None:
+        return await stream.read() or None
+
+    async def write(message: Message) -> None:
+        await stream.write(message.encode("utf-8") if isinstance(message, str) else message)
+
+    await pass_messages(read, write, receive, send)
+
+
+async def pass_messages(
+    read: Callable[[], Awaitable[Message | None]],
+    write: Callable[[Message], Awaitable[None]],
+    receive: Receive,
+    send: Send,
+) -> None:
+    """Messages both ways, as they are, until one side ends; then the socket is closed. `read` gives None at its end;
+    an OSError of `read` or `write` is as good as an end.
+    """
     over, gone = asyncio.Event(), asyncio.Event()
 
     async def down() -> None:
-        with contextlib.suppress(OSError):  # how the server says that the client has gone
-            while data := await stream.read():
-                await send({"type": "websocket.send", "bytes": data})
+        with contextlib.suppress(OSError):  # also how the server says that the client has gone
+            while (message := await read()) is not None:
+                await send({"type": "websocket.send", "bytes" if isinstance(message, bytes) else "text": message})
         over.set()
 
     async def up() -> None:
-        while (message := await receive())["type"] != "websocket.disconnect":
-            data = message.get("bytes") or (message.get("text") or "").encode("utf-8")
-            try:
-                await stream.write(data)
-            except OSError:
-                break
-        else:
+        with contextlib.suppress(OSError):
+            while (message := await receive())["type"] != "websocket.disconnect":
+                data = message.get("bytes")
+                await write(message.get("text") or "" if data is None else data)
             gone.set()
         over.set()
 
