@@ -1,5 +1,5 @@
 /*
- * lo is up; eth0 has the one IPv4 address it was given, and a way out, or is down.
+ * lo is up; eth0 has the one IPv4 address it was given, and a way out, or is down. Until it has been given one it is up.
  *
  * A card that is up stays up: Linux 6.12 waits for virtio-net's work items when the card goes down, while it holds the
  * lock they need, and after a restore the VMM may have caused one. Old addresses are removed one by one, and the last
@@ -126,12 +126,30 @@ static bool has_address(int fd, const char *name, struct in_addr address) {
     return value.sin_addr.s_addr == address.s_addr;
 }
 
+/*
+ * A card that has no address yet is up, and still: bringing it up is most of the work, and a machine that is saved now is
+ * copied. One host is on the link, so nobody is asked whether an IPv6 address is free or who routes. Best effort: a kernel
+ * may have no IPv6.
+ */
+static bool rest(int fd, const char *name) {
+    static const char *const settings[] = {"accept_dad", "router_solicitations"};
+    for (size_t i = 0; i < sizeof settings / sizeof *settings; i++) {
+        char path[96];
+        snprintf(path, sizeof path, "proc/sys/net/ipv6/conf/%s/%s", name, settings[i]);
+        machine_write(path, "0");
+    }
+    return set_up(fd, name, true);
+}
+
 static bool set_card(int fd, const struct renewal *renewal) {
     struct in_addr address;
     int prefix;
     char name[IFNAMSIZ] = "";
     if (card && !if_indextoname(card, name)) return errno == ENXIO; /* the sandbox has moved it away */
-    if (!*renewal->address) return !card || (addresses_remove(card) && set_up(fd, name, false));
+    if (!*renewal->address) {
+        bool down = was_set || machine_has_disk();
+        return !card || (addresses_remove(card) && (down ? set_up(fd, name, false) : rest(fd, name)));
+    }
     errno = ENODEV;
     if (!card || !read_address(renewal->address, &address, &prefix)) return false;
     if (!has_address(fd, name, address) && !(addresses_remove(card) && address_add(card, address, prefix))) return false;
