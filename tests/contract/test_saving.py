@@ -15,6 +15,7 @@ from opendsec.backends.base import Capability, DiskChanges
 from opendsec.errors import OpenDSecError, SnapshotInvalidError, UnsupportedError
 from opendsec.guest.base import GuestError, GuestStream
 from opendsec.model.image import Image
+from opendsec.model.spec import BackendKind
 from opendsec.store.disk_changes import pack_change
 
 pytestmark = pytest.mark.anyio
@@ -55,12 +56,25 @@ async def test_capabilities_are_never_more_than_what_is_offered(place: Place) ->
     assert place.backend.capabilities <= place.backend.offers
 
 
+async def ids_of(box: Sandbox) -> list[bytes]:
+    """What no two machines have in common; its network is as it was made."""
+    if box.backend.kind not in {BackendKind.MICROVM, BackendKind.FULLVM}:
+        return []
+    network = (await box.run("ip -4 -o addr show | awk '{print $2, $4}'")).stdout
+    assert network == (b"lo 127.0.0.1/8\n" + b"eth0 10.0.2.15/24\n" * (box.backend.kind is BackendKind.FULLVM))
+    found = (await box.run("cat /run/opendsec/generation /proc/sys/kernel/random/boot_id")).stdout.split()
+    assert len(found) == 2
+    return found
+
+
 async def test_two_go_on_from_one_snapshot_each_its_own_way(place: Place) -> None:
     need(place, Capability.SNAPSHOT)
+    ids: list[bytes] = []
     with saving_place(place) as saved:
         async with place.sandbox() as box:
             await box.run("echo before > /tmp/f")
             await box.run("cd /tmp; export A=kept", session="s")
+            ids += await ids_of(box)
             await box.backend.snapshot(box.running.handle, saved)
             guest = await box.backend.reconnect(box.running.handle)
             assert guest is not None
@@ -69,6 +83,8 @@ async def test_two_go_on_from_one_snapshot_each_its_own_way(place: Place) -> Non
         async with started_from(place, saved) as one, started_from(place, saved) as two:
             assert (await one.run("cat /tmp/f; echo one > /tmp/f")).stdout == b"before\n"
             assert (await two.run("cat /tmp/f; pwd; echo $A", session="s")).stdout.startswith(b"before\n/tmp\nkept\n")
+            ids += [*await ids_of(one), *await ids_of(two)]
+    assert len(set(ids)) == len(ids), "copies are not one machine"
 
 
 async def test_a_damaged_snapshot_is_refused_and_leaves_nothing(place: Place) -> None:
