@@ -115,7 +115,9 @@ class Vm(ABC):
 
     @abstractmethod
     async def connect(self, *, timeout_s: float) -> Guest:
-        """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError."""
+        """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError, and SnapshotInvalidError
+        of a machine whose VMM finds only now that it cannot go on from what was saved.
+        """
 
     @abstractmethod
     def console(self) -> str:
@@ -199,7 +201,8 @@ class Vmm(ABC):
         """A further machine from what `Vm.save` wrote, running; memory is private to it, and read as it is touched.
         With `paused` it has not executed an instruction yet when this returns, and waits for `Vm.resume`.
 
-        Raises SnapshotInvalidError (another binding, damaged files), StartError; nothing of it is left then.
+        Raises SnapshotInvalidError (another binding, damaged files), StartError; nothing of it is left then. Without
+        `paused` it may return while the VMM still reads, and `Vm.connect` says how that ended.
         """
 
     @abstractmethod

@@ -9,6 +9,7 @@ import os
 import shutil
 import socket
 import time
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -146,6 +147,17 @@ def flip_devices(machine: Path) -> None:
     (machine / "devices").write_bytes(data)
 
 
+def strange_devices(machine: Path) -> None:
+    """What was written is whole, and no machine."""
+    data = b"no stream of QEMU's" * 1000
+    (machine / "devices").write_bytes(data)
+    manifest = json.loads((machine / MANIFEST).read_bytes())
+    for file in manifest["files"]:
+        if file["name"] == "devices":
+            file |= {"size": len(data), "crc32": zlib.crc32(data)}
+    (machine / MANIFEST).write_text(json.dumps(manifest))
+
+
 def cut_memory(machine: Path) -> None:
     os.truncate(machine / "memory", 64 * MIB)
 
@@ -159,6 +171,7 @@ async def refused_when_damaged(place: Place, good: Path, scratch: Path) -> None:
         (other_processor, "processor model"),
         (cut_devices, "devices"),
         (flip_devices, "checksum"),
+        (strange_devices, "does not take the saved devices: .*[Nn]ot a migration stream"),
         (cut_memory, "memory"),
         (no_manifest, MANIFEST),
     ]

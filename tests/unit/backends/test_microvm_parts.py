@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from opendsec.backends.microvm import _refer
 from opendsec.backends.microvm_machines import in_turn
 from opendsec.backends.microvm_shape import DATA_LABEL, Boot, identity, limits_of, shape_of, template_key
 from opendsec.backends.microvm_templates import Templates
@@ -194,3 +196,27 @@ def test_ids_are_taken_in_turn() -> None:
     assert sorted(next(taken) for _ in numbers) == list(numbers)
     again = [next(taken) for _ in numbers]
     assert sorted(again) == list(numbers)
+
+
+def test_what_is_referred_to_is_linked_where_it_can_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    machine, base = tmp_path / "machine", tmp_path / "base"
+    for directory in (machine, base):
+        directory.mkdir()
+    for name in ("devices", "memory"):
+        (machine / name).write_text(name)
+    _refer(machine, base)
+    assert {path.name: path.stat().st_nlink for path in base.iterdir()} == {"devices": 2, "memory": 2}
+
+    far = tmp_path / "far"
+    far.mkdir()
+
+    def link(old: Path, new: Path) -> None:
+        if old.name == "memory":
+            raise OSError(errno.EXDEV, "another file system")
+        real(old, new)
+
+    real = os.link
+    monkeypatch.setattr(os, "link", link)
+    _refer(machine, far)
+    assert far.is_symlink()
+    assert (far / "memory").read_text() == "memory"
