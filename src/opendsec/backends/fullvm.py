@@ -308,8 +308,8 @@ class FullVmBackend(Backend):
         async with live.machine.turn(timeout_s=None):  # one that cannot be resumed is taken for lost
             paused = await live.machine.is_paused()
             await live.machine.resume()
-        if paused and live.guest is not None and live.guest.is_machine and not live.guest.closed:
-            await renew_awake(live.guest)
+        if paused:
+            await _set_clock(live)
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         live = await self._required(handle)
@@ -318,6 +318,7 @@ class FullVmBackend(Backend):
             saved = describe(self._qemu.binding, shape_in(handle), target)
             with disk_full_named(target):
                 write_saved(target, saved)
+        await _set_clock(live)
 
     @contextlib.asynccontextmanager
     async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[DiskChanges]:
@@ -335,6 +336,7 @@ class FullVmBackend(Backend):
                 whole = await stack.enter_async_context(quiet(live.guest))
             async with live.machine.still():
                 yield DiskChanges(written=written, whole=whole)
+        await _set_clock(live)
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         live = await self._found(handle)
@@ -453,3 +455,10 @@ class FullVmBackend(Backend):
 
             live.guest = SilentGuest(live.machine.wait_ended, dial)
         return live.guest
+
+
+async def _set_clock(live: _Live) -> None:
+    """Of one that may have stood still, and goes on."""
+    guest = live.guest
+    if guest is not None and guest.is_machine and not guest.closed and not await live.machine.is_paused():
+        await renew_awake(guest)

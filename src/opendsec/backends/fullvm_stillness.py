@@ -25,7 +25,7 @@ ANSWER_S = 30.0
 _WHOLE, _PARTLY = b"whole\n", b"partly\n"
 _SCRIPT = r"""
 held= seen=' ' places= said=whole
-thaw() { for one in $held; do fsfreeze -u "$(printf %b "$one")"; done; held=; }
+thaw() { for one in $held; do fsfreeze --unfreeze "$(printf %b "$one")"; done; held=; }
 trap thaw EXIT
 trap 'exit 1' HUP INT TERM
 sync
@@ -36,7 +36,7 @@ while read -r device place kind options rest; do
   seen="$seen$device " places="$place $places"
 done </proc/mounts
 for one in $places; do
-  if fsfreeze -f "$(printf %b "$one")"; then held="$one $held"; else said=partly; fi
+  if fsfreeze --freeze "$(printf %b "$one")"; then held="$one $held"; else said=partly; fi
 done
 echo $said
 timeout "$1" cat >/dev/null

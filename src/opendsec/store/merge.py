@@ -26,7 +26,7 @@ from functools import partial
 from itertools import pairwise
 from pathlib import Path
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.model.image import Image, Layer, LayerRole
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.layers import make_layer
@@ -190,11 +190,17 @@ def settle(
 ) -> Image:
     """Let a name mean the same tree in fewer layers, if it has more of its own than `most`; what it means then.
 
-    Raises as `merged` and `ImageStore.publish` do; ConflictError when the name was given another meaning meanwhile.
+    Raises as `merged` and `ImageStore.publish` do; InvalidSpecError for a disk; ConflictError when the name was given
+    another meaning meanwhile.
     """
     image = store.get(name)
     if len(image.layers) <= most:
         return image
+    if any(layer.role is LayerRole.DISK for layer in image.layers):
+        raise InvalidSpecError(
+            f"image: {name!r} is a whole disk, whose chain is merged when a sandbox of it is packed",
+            detail={"field": "image", "image": name},
+        )
     with store.staging() as work:
         layers = merged(
             store,

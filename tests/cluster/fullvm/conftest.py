@@ -66,7 +66,7 @@ def command(environment: dict[str, str], *words: str, timeout_s: float = 120) ->
     return ended.stdout
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="package")
 def up() -> Iterator[tuple[Path, Path, dict[str, str]]]:
     """State, run directory and environment of the platform."""
     state = Path(tempfile.mkdtemp(prefix="opendsec-test-", dir="/var/tmp"))

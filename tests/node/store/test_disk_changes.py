@@ -11,11 +11,14 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.errors import ImageInvalidError
+from opendsec.errors import ImageInvalidError, InvalidSpecError
 from opendsec.model.image import DiskFormat, Image, Machine
 from opendsec.store.disk_changes import make_overlay, on_top_of, stage_change
 from opendsec.store.disks import DiskRequest, import_disk
+from opendsec.store.fsck import check
+from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
+from opendsec.store.merge import settle
 
 pytestmark = [pytest.mark.root, pytest.mark.qemu]
 CLUSTER = 1 << 16
@@ -130,3 +133,28 @@ def test_a_hostile_overlay_is_refused_by_name_and_nothing_of_it_stays(store: Ima
         with store.staging() as work, pytest.raises(ImageInvalidError, match=words):
             stage_change(store, work, overlay, size_bytes=size)
     assert not [name for name in os.listdir(store.layout.staging) if not name.endswith(".lock")]
+
+
+def test_what_a_chain_needs_is_kept_and_checked_and_then_it_goes(store: ImageStore, disk: Path) -> None:
+    base = disk_image(store, disk, DiskFormat.RAW, bytes(4 * CLUSTER))
+    overlay = disk / "overlay"
+    make_overlay(overlay, 4 * CLUSTER)
+    subprocess.run(["qemu-io", "-f", "qcow2", "-c", "write -P 1 0 512", str(overlay)], check=True)
+    with store.staging() as work:
+        change = stage_change(store, work, overlay, size_bytes=4 * CLUSTER)
+        assert change is not None
+        made = store.publish("packed", layers=[*base.layers, change], config=base.config)
+    store.remove("base")
+    collect(store, grace_s=0)
+    assert store.compose("packed").layers == made.layers
+    assert check(store).sound
+    with pytest.raises(InvalidSpecError, match="chain is merged when a sandbox of it is packed"):
+        settle(store, "packed", lambda _: -1, most=1)
+    with pytest.raises(InvalidSpecError, match="no base, workspace or toolkit"):
+        store.compose("packed", toolkits=["packed"])
+    store.blob_path(made.layers[1].digest).chmod(0o644)
+    store.blob_path(made.layers[1].digest).write_bytes(b"")
+    assert not check(store).sound
+    store.remove("packed")
+    collect(store, grace_s=0)
+    assert not list((store.root / "blobs/sha256").iterdir())
