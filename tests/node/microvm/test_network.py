@@ -5,6 +5,7 @@ sandbox ── the host ── "outside", a namespace of this test's with a serv
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import shutil
@@ -18,7 +19,8 @@ from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox
 from tests.node.linux.test_network import inside, lo_up, namespace, server
 
 from opendsec.backends.microvm import MicroVmBackend
-from opendsec.backends.microvm_shape import MAC, mac_of
+from opendsec.backends.microvm_shape import MAC, identity, mac_of
+from opendsec.linux import process
 from opendsec.linux.netlink import Netlink, delete_link, new_address, new_veth, set_up
 from opendsec.model.ids import new_sandbox_id
 
@@ -76,6 +78,22 @@ async def is_itself(box: Sandbox) -> str:
     return str(inner)
 
 
+async def a_new_card_address_is_told(box: Sandbox) -> None:
+    """The host has the old one in its table, and has the new one before anything is sent."""
+    backend = box.backend
+    assert isinstance(backend, MicroVmBackend)
+    assert backend._network is not None
+    host, inner = backend._network.addresses(box.plan.slot)
+    mac = "02:00:00:00:00:09"
+    await box.guest.renew(identity(token=bytes(32), inner=inner, host=host, resolvers=(), mac=mac))
+    asked = ("ip", "neigh", "show", str(inner), "dev", backend._network.tap(box.plan.slot))
+    async with asyncio.timeout(60):
+        while mac not in (table := (await process.run(asked, timeout_s=20)).stdout.decode()):
+            assert "lladdr 02:" in table, table
+            await asyncio.sleep(0.05)
+    assert (await box.run(ASK)).stdout == str(HOST_OUTER).encode()
+
+
 async def test_copies_of_a_snapshot_have_networks_of_their_own(outside: None, place: Place) -> None:
     target = place.state_dir.parent / "online"
     target.mkdir()
@@ -102,4 +120,5 @@ async def test_copies_of_a_snapshot_have_networks_of_their_own(outside: None, pl
         assert guest is not None
         two.running.guest = guest
         assert await is_itself(two) == addresses[1]
+        await a_new_card_address_is_told(two)
     shutil.rmtree(target)
