@@ -115,8 +115,8 @@ class Vm(ABC):
 
     @abstractmethod
     async def connect(self, *, timeout_s: float) -> Guest:
-        """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError, and SnapshotInvalidError
-        of a machine whose VMM finds only now that it cannot go on from what was saved.
+        """A new connection to the guest agent; it replaces an earlier one. Raises GuestLostError, and
+        SnapshotInvalidError of a machine whose VMM finds only now that it cannot go on from what was saved.
         """
 
     @abstractmethod
