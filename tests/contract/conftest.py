@@ -13,7 +13,11 @@ CONTAINER = pytest.param(
     BackendKind.CONTAINER, marks=[getattr(pytest.mark, name) for name in CONTAINER_NEEDS], id="container"
 )
 MICROVM = pytest.param(BackendKind.MICROVM, marks=[getattr(pytest.mark, name) for name in MICROVM_NEEDS], id="microvm")
-FULLVM = pytest.param(BackendKind.FULLVM, marks=[getattr(pytest.mark, name) for name in FULLVM_NEEDS], id="fullvm")
+FULLVM = pytest.param(
+    BackendKind.FULLVM,
+    marks=[*(getattr(pytest.mark, name) for name in FULLVM_NEEDS), pytest.mark.timeout(600)],  # one boots for many
+    id="fullvm",
+)
 ALL = [pytest.param(BackendKind.DUMMY, id="dummy"), CONTAINER, MICROVM, FULLVM]
 PLACES_OF = {
     "REAL_ONLY": [CONTAINER, MICROVM, FULLVM],

@@ -111,7 +111,7 @@ async def test_a_cut_tree_is_an_error(box: Sandbox) -> None:
 
 async def test_a_watch_names_what_changed(box: Sandbox) -> None:
     watch = box.guest.watch("/tmp")
-    async with asyncio.timeout(20), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
         first = group.create_task(next_of(watch))
         number = 0
         while not first.done():

@@ -34,7 +34,7 @@ async def test_what_is_not_declared_is_refused(box: Sandbox, tmp_path: Path) -> 
 
 async def test_a_paused_sandbox_stands_still(box: Sandbox) -> None:
     handle = box.running.handle
-    command = await box.start("sleep 0.05; echo done")
+    command = await box.start("cat; echo done", stdin=True)
     await box.backend.pause(handle)
     await box.backend.pause(handle)
     if box.backend.parks:
@@ -45,10 +45,12 @@ async def test_a_paused_sandbox_stands_still(box: Sandbox) -> None:
         assert guest is not None
         box.running.guest = guest
         await guest.attach(command, 0, 0)
+        await guest.write_stdin(command, 0, b"", eof=True)
         assert (await box.finish(command)).stdout == b"done\n"
         return
     async with asyncio.TaskGroup() as group:
         finishing = group.create_task(box.finish(command))
+        group.create_task(box.guest.write_stdin(command, 0, b"", eof=True))  # which would end it at once
         await asyncio.sleep(0.3)
         assert not finishing.done()
         await box.backend.resume(handle)

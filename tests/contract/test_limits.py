@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator
 
 import pytest
@@ -63,7 +64,7 @@ async def test_a_full_disk(place: Place) -> None:
         with pytest.raises(GuestError) as refused:
             await box.guest.write_file("/big", zeros((place.least_disk_mb + 24) * MIB))
         assert (refused.value.code, refused.value.errno) == ("file", 28)
-        async with asyncio.timeout(10):  # what had arrived is deleted in the agent's own time
+        async with asyncio.timeout(60):  # what had arrived is deleted in the agent's own time
             while box.backend.usage(box.running.handle).disk_full:
                 await asyncio.sleep(0.01)
         if box.backend.kind != BackendKind.DUMMY:
@@ -77,9 +78,10 @@ async def test_a_full_disk(place: Place) -> None:
 async def test_cpu_is_counted(place: Place) -> None:
     need(place, Capability.CPU_LIMIT)
     async with place.sandbox(resources=Resources(cpu_cores_limit=0.1)) as box:
-        before_s = box.backend.usage(box.running.handle).cpu_s
+        began, before_s = time.monotonic(), box.backend.usage(box.running.handle).cpu_s
         end = (await box.run("i=0; while true; do i=$((i+1)); done", timeout_ms=1000, grace_ms=0)).exit
         used_s = box.backend.usage(box.running.handle).cpu_s
         assert end.reason == 1
         assert used_s is not None
-        assert 0.01 < used_s - (before_s or 0) < 0.5
+        # A tenth of a core however long it took, and what a period of the limit's may be over.
+        assert 0 < used_s - (before_s or 0) < 0.1 * (time.monotonic() - began) + 0.2

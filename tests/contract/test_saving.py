@@ -160,7 +160,7 @@ async def test_a_port_inside_is_reached(place: Place) -> None:
     async with place.sandbox() as box:
         if place.backend.kind != "dummy":
             await box.start("nc -l -p 7 -e cat")
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(60):
             stream = await _dialled(box, 7)
             await stream.write(b"ping")
             assert await stream.read() == b"ping"
