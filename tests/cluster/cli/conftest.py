@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 
 Cli = Callable[..., "subprocess.CompletedProcess[bytes]"]
@@ -62,10 +63,13 @@ def cli(environment: dict[str, str]) -> Cli:
 
 
 @pytest.fixture
-def sandbox(cli: Cli) -> Iterator[str]:
-    """Id of a running sandbox, stopped afterwards."""
-    done = cli("run", "--backend", "dummy", "--keep", "debian", "--", "true")
-    assert done.returncode == 0, done.stderr
-    name = done.stderr.decode().split()[1]
-    yield name
-    assert cli("stop", name).returncode == 0
+def sandbox(environment: dict[str, str]) -> Iterator[str]:
+    """Id of a running sandbox in which a command has run, stopped afterwards."""
+    transport = httpx.HTTPTransport(uds=environment["OPENDSEC_API_URL"].removeprefix("unix:"))
+    with httpx.Client(transport=transport, base_url="http://edge", timeout=60) as edge:
+        made = edge.post("/v1/sandboxes", json={"spec": {"image": "debian", "backend": "dummy"}})
+        assert made.status_code == 201, made.text
+        place = f"/v1/sandboxes/{made.json()['sandbox_id']}"
+        assert edge.post(f"{place}/commands", json={"argv": ["true"]}).status_code == 200
+        yield made.json()["sandbox_id"]
+        assert edge.delete(place).status_code == 200
