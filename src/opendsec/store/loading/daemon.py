@@ -30,10 +30,11 @@ from opendsec.model.image import Blob, Layer
 from opendsec.store.chunks import DIGEST_BYTES, check_table, chunk_count
 from opendsec.store.loading.cache import ChunkCache
 from opendsec.store.loading.early import EarlyReads
+from opendsec.store.loading.engine import Engine
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.packed import kept_pack, open_pack
 from opendsec.store.loading.profiles import Profile, read_profile
-from opendsec.store.loading.reading import BlobReader, Engine
+from opendsec.store.loading.reading import BlobReader
 from opendsec.store.loading.sources import DirectoryFiles, table_name
 from opendsec.store.manifest import hex_of
 

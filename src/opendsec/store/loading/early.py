@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from opendsec.linux.fuse import File
-from opendsec.store.loading.reading import Answer
+from opendsec.store.loading.engine import Answer
 
 Read = Callable[[int, int, Answer], None]
 

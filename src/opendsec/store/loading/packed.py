@@ -20,6 +20,7 @@ from opendsec.model.image import Layer
 from opendsec.store.chunks import check_chunk
 from opendsec.store.loading.cache import SLOT_BYTES, ChunkCache, data_parts
 from opendsec.store.loading.fetch import ChunkSource
+from opendsec.store.loading.fetching import Given
 from opendsec.store.loading.packs import (
     MOST_HEAD_BYTES,
     Entry,
@@ -30,7 +31,6 @@ from opendsec.store.loading.packs import (
     pack_name,
     read_head,
 )
-from opendsec.store.loading.reading import Given
 from opendsec.store.manifest import hex_of
 
 log = logging.getLogger(__name__)

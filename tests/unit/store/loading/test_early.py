@@ -9,7 +9,7 @@ from tests.unit.store.loading.faulty import Answer
 
 from opendsec.linux.fuse import File
 from opendsec.store.loading.early import EarlyReads
-from opendsec.store.loading.reading import Answer as AnyAnswer
+from opendsec.store.loading.engine import Answer as AnyAnswer
 
 FILE = File(number=7, name="f", size_bytes=100)
 

@@ -13,10 +13,11 @@ from tests.unit.store.loading.faulty import Answer, FaultyFiles, blob_of, honest
 from opendsec.model.image import Blob, Layer
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.cache import ChunkCache
+from opendsec.store.loading.engine import Engine
 from opendsec.store.loading.fetch import ChunkSource
 from opendsec.store.loading.packed import kept_pack, open_pack
 from opendsec.store.loading.packs import encode_pack, pack_name
-from opendsec.store.loading.reading import BlobReader, Engine
+from opendsec.store.loading.reading import BlobReader
 from opendsec.store.loading.sources import data_name
 
 CONTENT = b"".join(random.Random(n).randbytes(4000) * 17 for n in range(60))

@@ -17,8 +17,10 @@ from tests.unit.store.loading.faulty import Answer, Fault, FaultyFiles, all_of, 
 
 from opendsec.store.chunks import CHUNK_BYTES
 from opendsec.store.loading.cache import SLOT_BYTES, ChunkCache
+from opendsec.store.loading.engine import Engine
 from opendsec.store.loading.fetch import ChunkSource
-from opendsec.store.loading.reading import DEMAND_PER_BLOB, GIVEN_UP_S, BlobReader, Engine
+from opendsec.store.loading.fetching import DEMAND_PER_BLOB
+from opendsec.store.loading.reading import GIVEN_UP_S, BlobReader
 
 SIZE = 40 * CHUNK_BYTES + 4321
 CONTENT = random.Random(11).randbytes(SIZE)
@@ -122,7 +124,7 @@ def test_a_store_that_hangs_costs_the_time_limit_and_no_other_blob(tmp_path: Pat
         assert {answer.wait().error for answer in waiting} == {errno.EIO}
         assert time.monotonic() - begun > 0.9
         assert hung.failures == 40
-        assert hung._active <= DEMAND_PER_BLOB
+        assert hung._fetches._active <= DEMAND_PER_BLOB
         release.set()
         time.sleep(GIVEN_UP_S)
         assert asked(hung, 0, SIZE).wait().content == CONTENT
@@ -202,7 +204,7 @@ def test_a_load_that_fails_keeps_no_chunk_from_later_reads(tmp_path: Path) -> No
         assert first.exception(timeout=10) is not None
         files.fault = honest
         assert asked(reader, 0, 5 * CHUNK_BYTES).wait().content == CONTENT[: 5 * CHUNK_BYTES]
-        assert not reader._under_way
+        assert reader.is_idle
 
 
 def test_who_waited_behind_a_read_that_failed_does_not_wait_anew(tmp_path: Path) -> None:
