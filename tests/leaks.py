@@ -111,10 +111,13 @@ class Belongings:
 
     def beyond(self, before: Belongings) -> list[str]:
         """Lines naming what is here and was not there before."""
+        # By their pids: a process that has just begun has no command yet.
+        known = {child.partition(" ")[0] for child in before.children}
         return [
             f"{field.name}: {new}"
             for field in fields(self)
             for new in sorted(getattr(self, field.name) - getattr(before, field.name))
+            if field.name != "children" or new.partition(" ")[0] not in known
         ]
 
 

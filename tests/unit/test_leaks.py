@@ -50,3 +50,9 @@ def test_what_is_left_is_named_until_it_is_gone(make: Callable[[], Callable[[], 
 
 def test_nothing_is_left_when_nothing_was_made() -> None:
     assert left_behind(Belongings.of_machine(), Belongings) == []
+
+
+def test_a_child_that_had_no_command_yet_was_there() -> None:
+    before = Belongings(children=frozenset({"17 (zombie)"}))
+    now = Belongings(children=frozenset({"17 qemu-system-x86_64 -accel tcg", "18 sleep 60"}))
+    assert now.beyond(before) == ["children: 18 sleep 60"]
