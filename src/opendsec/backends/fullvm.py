@@ -19,7 +19,6 @@ import asyncio
 import contextlib
 import os
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
@@ -30,10 +29,10 @@ from opendsec.backends.container_policy import host_root
 from opendsec.backends.container_rubbish import empty
 from opendsec.backends.container_templates import find_resolvers
 from opendsec.backends.fullvm_console import MachineConsole
-from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY, SilentGuest
-from opendsec.backends.fullvm_meeting import ENDED, meet, once
-from opendsec.backends.fullvm_ports import dial_forwarded
-from opendsec.backends.fullvm_renewal import renew, renew_awake
+from opendsec.backends.fullvm_guest import NO_AGENT, REMEDY
+from opendsec.backends.fullvm_live import Live
+from opendsec.backends.fullvm_meeting import ENDED, once
+from opendsec.backends.fullvm_renewal import renew
 from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
 from opendsec.backends.fullvm_stillness import quiet
 from opendsec.backends.ground import Ground, network_of
@@ -45,7 +44,7 @@ from opendsec.errors import (
     SandboxLostError,
     StartError,
 )
-from opendsec.guest.base import Guest, GuestGoneError, GuestLostError, GuestStream
+from opendsec.guest.base import Guest, GuestGoneError, GuestLostError
 from opendsec.linux.boot import boot_id
 from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
 from opendsec.linux.network import SandboxNetwork, raise_loopback
@@ -59,7 +58,7 @@ from opendsec.model.spec import BackendKind
 from opendsec.store.disk_changes import Written
 from opendsec.store.durable import disk_full_named
 from opendsec.store.mounts import LayerMounts
-from opendsec.vm.q35 import AGENT_SOCKET, OVERLAY, Q35, Places, Q35Machine
+from opendsec.vm.q35 import OVERLAY, Q35, Places
 from opendsec.vm.q35_line import Q35Spec, memory_limit_mib, size_of_disk
 from opendsec.vm.q35_room import Entered
 from opendsec.vm.q35_saved import check_saved, describe, read_saved, write_saved
@@ -85,17 +84,6 @@ _OF_AGENT = (Capability.EXEC, Capability.SESSIONS, Capability.PTY, Capability.FI
 _LIMITS = {"memory": Capability.MEMORY_LIMIT, "cpu": Capability.CPU_LIMIT}
 
 
-@dataclass(slots=True, kw_only=True)
-class _Live:
-    """A machine that runs."""
-
-    machine: Q35Machine
-    console: MachineConsole
-    agent: bool
-    guest: Guest | None = None
-    forwarded: set[int] = field(default_factory=set)
-
-
 class FullVmBackend(Backend):
     """`layers` knows where images' files are; `state_dir` and `run_dir` are this edge's own; `host_state_dir` is the
     platform's on this host."""
@@ -119,7 +107,7 @@ class FullVmBackend(Backend):
         self._resolvers = b""
         self._boot_id = ""
         self._reasons: list[str] = []
-        self._live: dict[SandboxId, _Live] = {}
+        self._live: dict[SandboxId, Live] = {}
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -194,7 +182,7 @@ class FullVmBackend(Backend):
                 handle = self._handle(plan, spec, live)
                 self._live[plan.sandbox_id] = live
                 await live.machine.resume()
-                guest = await self._guest(handle, live)
+                guest = await live.met(Path(str(handle.data["run"])))
                 if guest.is_machine or (saved is not None and live.agent):
                     await renew(guest)
             except BaseException:
@@ -209,7 +197,7 @@ class FullVmBackend(Backend):
             raise StartError(f"the machine could not be started: {error}", sandbox_id=plan.sandbox_id) from error
         return Running(handle=handle, guest=guest)
 
-    async def _started(self, plan: StartPlan, spec: Q35Spec) -> _Live:
+    async def _started(self, plan: StartPlan, spec: Q35Spec) -> Live:
         """A machine that stands still, in its groups, with its network, and its serial line recorded."""
         disks = await asyncio.to_thread(self._layers.disk_files, plan.image)
         places = Places(
@@ -243,9 +231,9 @@ class FullVmBackend(Backend):
         except BaseException:
             await machine.kill()
             raise
-        return _Live(machine=machine, console=console, agent=spec.machine.agent)
+        return Live(machine=machine, console=console, agent=spec.machine.agent)
 
-    def _handle(self, plan: StartPlan, spec: Q35Spec, live: _Live) -> Handle:
+    def _handle(self, plan: StartPlan, spec: Q35Spec, live: Live) -> Handle:
         identity = identify(live.machine.pid)
         if identity is None:
             raise SandboxLostError("QEMU ended at once", sandbox_id=plan.sandbox_id)
@@ -270,23 +258,8 @@ class FullVmBackend(Backend):
         live = await self._found(handle)
         if live is None:
             return None
-        async with self._awake(live):
-            return Running(handle=handle, guest=await once(self._guest(handle, live)))
-
-    @staticmethod
-    @contextlib.asynccontextmanager
-    async def _awake(live: _Live) -> AsyncIterator[None]:
-        """An agent that stands still cannot greet: a paused machine goes on for these milliseconds."""
-        async with live.machine.turn(timeout_s=None):
-            paused = live.agent and await live.machine.is_paused()
-            if paused:
-                await live.machine.resume()
-            try:
-                yield
-            finally:
-                if paused:
-                    with contextlib.suppress(SandboxLostError):
-                        await live.machine.pause()
+        async with live.awake():
+            return Running(handle=handle, guest=await once(live.met(Path(str(handle.data["run"])))))
 
     async def reconnect(self, handle: Handle) -> Guest:
         """Raises GuestGoneError with what is gone; NodeError. An agent nobody can see is waited for as long as a whole
@@ -296,7 +269,7 @@ class FullVmBackend(Backend):
             raise GuestGoneError(ENDED)
         async with live.machine.turn(timeout_s=None):
             pass  # one that is saved or packed cannot answer
-        return await self._guest(handle, live)
+        return await live.met(Path(str(handle.data["run"])))
 
     async def pause(self, handle: Handle) -> None:
         live = await self._required(handle)
@@ -309,7 +282,7 @@ class FullVmBackend(Backend):
             paused = await live.machine.is_paused()
             await live.machine.resume()
         if paused:
-            await _set_clock(live)
+            await live.set_clock()
 
     async def snapshot(self, handle: Handle, target: Path) -> None:
         live = await self._required(handle)
@@ -318,7 +291,7 @@ class FullVmBackend(Backend):
             saved = describe(self._qemu.binding, shape_in(handle), target)
             with disk_full_named(target):
                 write_saved(target, saved)
-        await _set_clock(live)
+        await live.set_clock()
 
     @contextlib.asynccontextmanager
     async def changes(self, handle: Handle, *, image: Image) -> AsyncIterator[DiskChanges]:
@@ -336,7 +309,7 @@ class FullVmBackend(Backend):
                 whole = await stack.enter_async_context(quiet(live.guest))
             async with live.machine.still():
                 yield DiskChanges(written=written, whole=whole)
-        await _set_clock(live)
+        await live.set_clock()
 
     async def stop(self, handle: Handle, *, grace_s: float) -> None:
         live = await self._found(handle)
@@ -345,18 +318,10 @@ class FullVmBackend(Backend):
         if grace_s > 0:
             with contextlib.suppress(TimeoutError, NodeError, SandboxLostError, GuestLostError):
                 async with asyncio.timeout(grace_s + OFF_S):
-                    await self._switch_off(live, grace_s)
+                    await live.switch_off(grace_s)
                     await live.machine.wait_ended()
         self._groups.kill(handle.sandbox_id)
         await self._forget(handle.sandbox_id)
-
-    @staticmethod
-    async def _switch_off(live: _Live, grace_s: float) -> None:
-        """Nobody hears the power button where our agent is the only init."""
-        if live.guest is not None and live.guest.is_machine and not live.guest.closed:
-            await live.guest.shutdown(round(grace_s * 1000))
-        else:
-            await live.machine.press_power()
 
     async def destroy(
         self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
@@ -418,7 +383,7 @@ class FullVmBackend(Backend):
             raise BackendUnavailableError("the full VM backend is not open")
         return self._number.first_slot + slot
 
-    async def _found(self, handle: Handle) -> _Live | None:
+    async def _found(self, handle: Handle) -> Live | None:
         """The machine, also one an earlier process started. None: it is gone."""
         live = self._live.get(handle.sandbox_id)
         data = handle.data
@@ -428,37 +393,15 @@ class FullVmBackend(Backend):
             if machine is not None:
                 await asyncio.to_thread(self._layers.hold, layers_in(handle))
                 console = await MachineConsole.connect(machine, Path(str(data["state"])))
-                live = _Live(machine=machine, console=console, agent=shape_in(handle).machine.agent)
+                live = Live(machine=machine, console=console, agent=shape_in(handle).machine.agent)
                 self._live[handle.sandbox_id] = live
         if live is not None and live.machine.has_ended():
             await self._forget(handle.sandbox_id)
             return None
         return live
 
-    async def _required(self, handle: Handle) -> _Live:
+    async def _required(self, handle: Handle) -> Live:
         live = await self._found(handle)
         if live is None:
             raise SandboxLostError("the machine is gone", sandbox_id=handle.sandbox_id)
         return live
-
-    async def _guest(self, handle: Handle, live: _Live) -> Guest:
-        """A new connection to its agent; without one, what stands for it. Raises as `meet`."""
-        if live.guest is not None:
-            await live.guest.aclose()  # the port takes one connection after the other
-            live.guest = None
-        if live.agent:
-            live.guest = await meet(live.machine, Path(str(handle.data["run"])) / AGENT_SOCKET)
-        else:
-
-            async def dial(port: int) -> GuestStream:
-                return await dial_forwarded(live.machine, live.forwarded, port)
-
-            live.guest = SilentGuest(live.machine.wait_ended, dial)
-        return live.guest
-
-
-async def _set_clock(live: _Live) -> None:
-    """Of one that may have stood still, and goes on."""
-    guest = live.guest
-    if guest is not None and guest.is_machine and not guest.closed and not await live.machine.is_paused():
-        await renew_awake(guest)

@@ -15,8 +15,9 @@ import pytest
 
 from opendsec.backends import fullvm_meeting
 from opendsec.backends.base import Handle
-from opendsec.backends.fullvm import FullVmBackend, _Live
+from opendsec.backends.fullvm import FullVmBackend
 from opendsec.backends.fullvm_console import MachineConsole
+from opendsec.backends.fullvm_live import Live
 from opendsec.backends.fullvm_meeting import meet
 from opendsec.backends.ground import Ground
 from opendsec.guest.base import GuestGoneError, GuestLostError
@@ -42,7 +43,7 @@ async def test_a_hung_agent_is_not_waited_for_long(tmp_path: Path, monkeypatch: 
     handle = Handle(
         backend=BackendKind.FULLVM, sandbox_id=new_sandbox_id("local"), data={"run": str(tmp_path), "boot_id": ""}
     )
-    backend._live[handle.sandbox_id] = _Live(machine=machine, console=cast("MachineConsole", None), agent=True)
+    backend._live[handle.sandbox_id] = Live(machine=machine, console=cast("MachineConsole", None), agent=True)
     with socket.socket(socket.AF_UNIX) as silent:
         silent.bind(os.fspath(tmp_path / AGENT_SOCKET))
         silent.listen()
