@@ -52,7 +52,7 @@ def _children() -> frozenset[str]:
     for task in Path("/proc/self/task").iterdir():
         try:
             pids = (task / "children").read_text(encoding="ascii").split()
-        except FileNotFoundError:
+        except (FileNotFoundError, ProcessLookupError):
             continue  # the thread has ended
         found.update(f"{pid} {_command(pid)}" for pid in pids)
     return frozenset(found)

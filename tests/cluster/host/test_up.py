@@ -99,7 +99,7 @@ def until(check: Callable[[], Any], *, timeout_s: float = 60.0) -> float:
 def alive(pid: int) -> bool:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

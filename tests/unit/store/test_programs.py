@@ -49,7 +49,7 @@ def test_a_time_out_ends_the_descendants_too(tmp_path: Path) -> None:
 def _lives(pid: int) -> bool:
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
     return state not in "ZX"
 
