@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import threading
@@ -17,6 +18,8 @@ from tests.cluster.fullvm.conftest import Platform, command, until
 import opendsec.sync
 from opendsec import DSecFullVMRunArgs, OpenDSecError, SandboxEnd, SandboxState
 from opendsec.errors import InvalidSpecError, SandboxExitedError, UnsupportedError
+from opendsec.vm.q35 import QMP_SOCKET
+from opendsec.vm.qmp import monitor
 
 pytestmark = [pytest.mark.root, pytest.mark.qemu, pytest.mark.cgroup, pytest.mark.timeout(180)]
 
@@ -105,11 +108,18 @@ def test_further_machines_go_on_where_one_was_saved(platform: Platform, machine:
     again = platform.client.run_fullvm(DSecFullVMRunArgs(snapshot="saved"), timeout=60)
     with again.stopping():
         assert same(again.screen.screenshot(), picture(keys=2))
+        assert asyncio.run(_announce_rounds(platform, again)) == 0
         again.keyboard.type("x")
         until(lambda: again.serial.read() == b"x")
         assert same(again.screen.screenshot(), picture(keys=3))
     assert same(machine.screen.screenshot(), picture(keys=3))
     platform.client.snapshots.remove("saved")
+
+
+async def _announce_rounds(platform: Platform, sandbox: opendsec.sync.Sandbox) -> int:
+    """How often it has asked its guest to announce itself: a Linux guest may deadlock over it."""
+    async with monitor(platform.run / "sbx" / sandbox.id / QMP_SOCKET) as qmp:
+        return int((await qmp.execute("query-migrate-parameters"))["announce-rounds"])
 
 
 def test_uefi_tpm_and_virtio(platform: Platform) -> None:
@@ -136,6 +146,7 @@ def test_its_end_is_noticed_and_nothing_of_it_is_left(platform: Platform) -> Non
     until(lambda: killed.status().end_reason is not None)
     status = killed.status()
     assert (status.state, status.end_reason) == (SandboxState.FAILED, SandboxEnd.GUEST_LOST)
+    assert status.end_detail.startswith("its machine has ended")  # there was no agent to be gone
     with pytest.raises(SandboxExitedError):
         killed.screen.screenshot()
     results: list[object] = []

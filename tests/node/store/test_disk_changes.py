@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from opendsec.errors import ImageInvalidError, InvalidSpecError
+from opendsec.errors import DiskFullError, ImageInvalidError, InvalidSpecError
 from opendsec.model.image import DiskFormat, Image, Machine
-from opendsec.store.disk_changes import make_overlay, on_top_of, stage_change
+from opendsec.store.disk_changes import Written, make_overlay, on_top_of, pack_change, stage_change
 from opendsec.store.disks import DiskRequest, import_disk
 from opendsec.store.fsck import check
 from opendsec.store.gc import collect
@@ -158,3 +158,30 @@ def test_what_a_chain_needs_is_kept_and_checked_and_then_it_goes(store: ImageSto
     store.remove("packed")
     collect(store, grace_s=0)
     assert not list((store.root / "blobs/sha256").iterdir())
+
+
+@pytest.mark.parametrize("mebibytes", [2, 5], ids=["while it is copied", "while the layer is written"])
+def test_a_full_disk_is_named_and_nothing_is_left(disk: Path, mebibytes: int) -> None:
+    scratch = disk / "scratch"
+    scratch.mkdir()
+    store = ImageStore(disk / "store", scratch=scratch)
+    base = disk_image(store, disk, DiskFormat.RAW, bytes(4 << 20))
+    overlay = disk / "overlay"
+    make_overlay(overlay, 4 << 20)
+    subprocess.run(["qemu-io", "-f", "qcow2", "-c", "write -P 1 0 3M", str(overlay)], check=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mebibytes}m", "none", str(scratch)], check=True)
+    try:
+        written = Written(
+            overlay=overlay,
+            size_bytes=4 << 20,
+            layers=base.layers,
+            files=tuple(store.blob_path(layer.digest) for layer in base.layers),
+        )
+        read: list[bool] = []
+        with pytest.raises(DiskFullError), store.staging() as work:
+            pack_change(store, work, written, on_read=lambda: read.append(True))
+        assert read == ([True] if mebibytes > 2 else [])
+        assert not [path for path in scratch.iterdir() if path.name != ".lock"]
+    finally:
+        subprocess.run(["umount", str(scratch)], check=True)
+    assert not list(store.layout.staging.iterdir())
