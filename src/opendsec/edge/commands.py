@@ -14,9 +14,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -24,11 +22,11 @@ from opendsec import errors
 from opendsec.backends.base import Usage
 from opendsec.edge import journal, outcome
 from opendsec.edge.command import Command, check_session, continue_session, request_digest, start_plan
-from opendsec.edge.outcome import Counters
-from opendsec.edge.recorder import Budget, OutputStream, RecentOutputs
+from opendsec.edge.kept_commands import KeptCommands
+from opendsec.edge.recorder import RecentOutputs
+from opendsec.edge.stdin import write_stdin
 from opendsec.edge.writer import WriterThread
 from opendsec.guest.base import (
-    CHUNK_BYTES,
     Exit,
     Guest,
     GuestError,
@@ -45,8 +43,6 @@ from opendsec.wire.contracts import StdinStatus
 
 log = logging.getLogger(__name__)
 
-MAX_REMEMBERED = 16_384
-"""Ended commands (and operation ids) of one sandbox; older ones are forgotten."""
 MAX_RUNNING = 1024
 """The guest agent's own limit."""
 MAX_JOURNAL_BYTES = 256 * 1024 * 1024
@@ -72,7 +68,7 @@ class Surroundings(Protocol):
     def spawn(self, work: Coroutine[Any, Any, None], name: str) -> None: ...
 
 
-class CommandBook:
+class CommandBook(KeptCommands):
     """All commands of one sandbox."""
 
     def __init__(
@@ -89,25 +85,18 @@ class CommandBook:
         sessions: Iterable[str] = (),
     ) -> None:
         """`first`, `sessions`: of one that goes on from another's state, whose agent knows that one's commands."""
+        super().__init__(
+            file=file,
+            output_writer=output_writer,
+            recent=recent,
+            output_cap_bytes=output_cap_bytes,
+            first=first,
+            sessions=sessions,
+        )
         self._around = surroundings
         self._first = first
         self._spec = spec
         self._image = image
-        self._journal = file
-        self._writer = output_writer
-        self._recent = recent
-        self._budget = Budget(output_cap_bytes, self._make_room)
-        self._filed: deque[Command] = deque()
-        """Ended ones with output in files, oldest first."""
-        self._commands: dict[int, Command] = {}
-        self._operations: dict[str, Command] = {}
-        self._ended: list[int] = []
-        self._sessions: set[str] = set(sessions)
-        """Names given so far; their shells may be there."""
-        self._next = first
-        self._counters = Counters()
-        self._journal_bytes = 0
-        """About: where the last line of a command begins."""
         self._one_ended = asyncio.Event()
         self.running = 0
 
@@ -142,104 +131,13 @@ class CommandBook:
         self._around.spawn(self._guarded(command, partial(self._run, command)), f"command-{command.number}")
         return command
 
-    def get(self, command_id: str) -> Command:
-        """Raises NotFoundError."""
-        number = command_id.removeprefix("cmd-")
-        command = (
-            self._commands.get(int(number)) if number.isascii() and number.isdigit() and len(number) < 19 else None
-        )
-        if command is None or command.command_id != command_id:
-            raise errors.NotFoundError(
-                f"no command {command_id[:80]!r} in this sandbox", detail={"command_id": command_id[:80]}
-            )
-        return command
-
-    def all(self) -> list[Command]:
-        """Oldest first."""
-        return list(self._commands.values())
-
-    async def read(self, command: Command, stream: OutputStream, offset: int) -> bytes | memoryview:
-        """Kept bytes from `offset`, up to 256 KiB; b"" when there are none now. Raises NotFoundError when it was
-        removed.
-        """
-        if stream.removed:
-            raise errors.NotFoundError(
-                f"the output of {command.command_id} made room for newer output of this sandbox",
-                detail={"command_id": command.command_id},
-                remedy="read output before the sandbox has written its cap of newer one, or ask for less of it",
-            )
-        if stream.forgotten and offset < stream.kept and command.position is not None:
-            record = await asyncio.to_thread(self._journal.read_at, command.position)
-            assert isinstance(record, journal.Result)
-            stream.remember((record.stdout if stream is command.stdout else record.stderr) or b"")
-            self._recent.add(stream)
-        found = stream.read_now(offset)
-        return found if found is not None else await asyncio.to_thread(stream.read_file, offset)
-
     async def write_stdin(
         self, command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool
     ) -> StdinStatus:
-        """Pass bytes on; what lies below the accepted offset is skipped. Raises ConflictError for a gap, or when
-        stdin is closed.
-        """
-        progress = command.stdin
-        async with progress.turn:
-            if offset is None and not progress.known:
-                raise errors.ConflictError(
-                    "offset: is needed, for what was accepted before the edge was restarted is not known here",
-                    detail={"field": "offset", "accepted": progress.accepted},
-                )
-            position = progress.accepted if offset is None else offset
-            if progress.known and position > progress.accepted:
-                raise errors.ConflictError(
-                    f"offset: {position} leaves a gap, {progress.accepted} bytes were accepted",
-                    detail={"field": "offset", "accepted": progress.accepted},
-                )
-            async for chunk in chunks:
-                for start in range(0, len(chunk), CHUNK_BYTES):
-                    part = chunk[start : start + CHUNK_BYTES]
-                    await self._put_stdin(command, position, part, eof=False)
-                    position += len(part)
-            if eof:
-                await self._put_stdin(command, position, b"", eof=True)
-            return StdinStatus(accepted=progress.accepted, closed=progress.closed)
-
-    async def _put_stdin(self, command: Command, position: int, data: bytes, *, eof: bool) -> None:
-        progress = command.stdin
-        fresh = data[max(0, progress.accepted - position) :] if progress.known else data
-        begin = position + len(data) - len(fresh)
-        if not fresh and not eof:
-            return
-        if not command.request.stdin and command.request.pty is None:
-            raise errors.ConflictError("this command has no stdin", remedy="start it with stdin=true")
-        if command.done or (progress.closed and fresh):
-            raise errors.ConflictError("the command's stdin is closed", detail={"accepted": progress.accepted})
-        try:
-            await self._around.guest.write_stdin(command.number, begin, fresh, eof=eof)
-        except GuestError as exc:
-            raise outcome.refusal(exc) from exc
-        except GuestLostError as exc:
-            raise errors.SandboxLostError(
-                "the connection to the guest agent was lost; ask for the stdin offset and go on", retryable=True
-            ) from exc
-        progress.known = True
-        progress.accepted = max(progress.accepted, begin + len(fresh))
-        progress.closed = progress.closed or eof
+        """See `opendsec.edge.stdin.write_stdin`."""
+        return await write_stdin(lambda: self._around.guest, command, offset, chunks, eof=eof)
 
     # A command's life
-
-    def _add(self, number: int, request: ExecRequest, digest: str, started_at: float) -> Command:
-        out, limit = f"{self._journal.directory}/out/{number}", request.max_output_bytes
-        streams = (
-            OutputStream(f"{out}.1", limit=limit, budget=self._budget, writer=self._writer),
-            OutputStream(f"{out}.2", limit=limit, budget=self._budget, writer=self._writer),
-        )
-        command = Command(number, request, digest, started_at, streams)
-        self._commands[number] = command
-        self._next = max(self._next, number + 1)
-        if request.operation_id is not None:
-            self._operations[request.operation_id] = command
-        return command
 
     async def _guarded(self, command: Command, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
         """Whatever goes wrong with one command ends that command, never hangs it and never touches another."""
@@ -426,101 +324,7 @@ class CommandBook:
             self._one_ended.clear()
             await self._one_ended.wait()
 
-    @property
-    def next_number(self) -> int:
-        """No command so far has it or a higher one."""
-        return self._next
-
-    @property
-    def session_names(self) -> tuple[str, ...]:
-        """Given so far, sorted."""
-        return tuple(sorted(self._sessions))
-
-    @property
-    def oom_kills(self) -> int:
-        """As counted when a command was last blamed for one."""
-        return self._counters.oom_kills
-
-    def _make_room(self, wanted: int) -> None:
-        while self._budget.left < wanted and self._filed:
-            self._remove_output(self._filed.popleft())
-
-    def _remove_output(self, command: Command) -> None:
-        for stream in (command.stdout, command.stderr):
-            stream.remove()
-        if command.result is not None:
-            command.result = replace(command.result, truncated=True)
-
-    def _remember(self, command: Command) -> None:
-        command.trim()
-        self._ended.append(command.number)
-        if command.stdout.in_file or command.stderr.in_file:
-            self._filed.append(command)
-        if len(self._ended) > MAX_REMEMBERED:
-            oldest = self._commands.get(self._ended.pop(0))
-            if oldest is not None:
-                self._forget(oldest)
-
-    def _forget(self, command: Command) -> None:
-        self._commands.pop(command.number, None)
-        if command in self._filed:
-            self._filed.remove(command)
-            self._remove_output(command)
-        self._free_operation(command)
-        self._recent.discard(command.stdout)
-        self._recent.discard(command.stderr)
-
-    def _free_operation(self, command: Command) -> None:
-        """Its operation id names nothing any more: a repeat is a new command."""
-        name = command.request.operation_id
-        if name is not None and self._operations.get(name) is command:
-            del self._operations[name]
-
-    def forget_all(self) -> None:
-        """The sandbox is forgotten, and its directory goes as a whole."""
-        self._filed.clear()
-        for command in list(self._commands.values()):
-            self._forget(command)
-
     # After a restart of the edge
-
-    def restore(self, position: int, record: journal.OfCommand) -> None:
-        """Replay one line of the journal, in order; `position` is where it begins."""
-        self._journal_bytes = position
-        if isinstance(record, journal.Intent):
-            self._add(record.number, record.request, record.digest, record.started_at)
-            if record.request.session is not None:
-                self._sessions.add(record.request.session)
-            return
-        command = self._commands.get(record.number)
-        if command is None or command.done:
-            return
-        if isinstance(record, journal.Refused):
-            command.error = codec.error_from_fields(dict(record.error))
-            if command.error.retryable:
-                self._free_operation(command)
-        else:
-            command.result = record.result
-            self._counters = Counters(
-                max(self._counters.oom_kills, record.oom_kills), max(self._counters.pids_denied, record.pids_denied)
-            )
-            result = record.result
-            command.position = position
-            if record.never_ran:
-                self._free_operation(command)
-            command.stdout.restore(
-                total=result.stdout_bytes_total, kept=record.stdout_kept, in_file=record.stdout is None
-            )
-            command.stderr.restore(
-                total=result.stderr_bytes_total, kept=record.stderr_kept, in_file=record.stderr is None
-            )
-            if command.stdout.removed or command.stderr.removed:
-                command.result = replace(result, truncated=True)
-        self._remember(command)
-
-    def unfinished(self) -> list[Command]:
-        """Commands the journal has no end of."""
-        return [command for command in self._commands.values() if not command.done]
 
     def resume(self, known: Mapping[int, KnownCommand], guest: Guest) -> None:
         """Go on with the unfinished ones, and let the guest forget what is finished. Call after all lines were

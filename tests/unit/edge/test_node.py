@@ -612,7 +612,7 @@ async def test_oldest_output_makes_room_for_newer_and_says_so(tmp_path: Path) ->
 async def test_old_commands_are_forgotten_with_their_operation_and_file(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("opendsec.edge.commands.MAX_REMEMBERED", 2)
+    monkeypatch.setattr("opendsec.edge.kept_commands.MAX_REMEMBERED", 2)
     sandbox = await created(node)
     first = await ended(await sandbox.submit(ExecRequest(script="yes 100000", operation_id="op")))
     for _ in range(2):
