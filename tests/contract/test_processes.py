@@ -136,13 +136,13 @@ async def test_users(box: Sandbox, user: str, ids: bytes) -> None:
 
 
 async def test_a_terminal(box: Sandbox) -> None:
-    command = await box.start("stty size; tty; cat", pty=(31, 77), stdin=True)
-    seen = await box.wait_for(command, b"/dev/pts/")
+    command = await box.start("stty size; tty; echo ready; cat", pty=(31, 77), stdin=True)
+    seen = await box.wait_for(command, b"ready\r\n")  # what is typed is shown amid what is still being said
     await box.guest.resize(command, 40, 100)
     await box.guest.write_stdin(command, 0, b"hello\n\x04", eof=False)
     result = await box.finish(command, stdout=seen)
     assert result.stdout.startswith(b"31 77\r\n/dev/pts/")
-    assert result.stdout.endswith(b"hello\r\nhello\r\n")
+    assert result.stdout.endswith(b"ready\r\nhello\r\nhello\r\n")
     assert result.exit.exit_code == 0
 
 

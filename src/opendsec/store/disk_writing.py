@@ -7,14 +7,14 @@ is (`desktop`, and `opendsec.vm.disk_building` of images).
 
 from __future__ import annotations
 
-import os
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from opendsec.errors import HostCapabilityError, InvalidSpecError, NodeError
 from opendsec.model.image import DiskFormat, Image, ImageConfig, Machine
-from opendsec.store.disks import SECTOR, DiskRequest, import_disk
+from opendsec.store.disks import FIRST_FD, SECTOR, DiskRequest, import_disk
 from opendsec.store.durable import disk_full, disk_full_named
 from opendsec.store.images import ImageStore
 from opendsec.store.programs import find_program, run_program
@@ -39,7 +39,7 @@ class SystemDisk:
     """What is written."""
 
     tree: Path
-    """Directory with the whole system; may be `/proc/self/fd/N` of `fd`."""
+    """Directory with the whole system."""
     kernel: Path
     initrd: Path
     options: str
@@ -47,7 +47,7 @@ class SystemDisk:
     size_mib: int
     """Of the whole disk; what is not used takes no room."""
     fd: int = -1
-    """A descriptor that mkfs.ext4 inherits."""
+    """A descriptor of the tree, where it has no other name."""
 
 
 def check_tools(agent: Path) -> None:
@@ -131,29 +131,12 @@ def _syslinux(options: str) -> str:
 def _root_partition(system: SystemDisk, raw: Path, work: Path) -> None:
     kib = (system.size_mib * MIB - ROOT_AT) // 1024
     options = f"offset={ROOT_AT},root_owner=0:0,lazy_itable_init=1,nodiscard"
+    tree, fds = str(system.tree), {}
     if system.fd >= 0:
-        os.set_inheritable(system.fd, True)
-    try:
-        made = (
-            "-q",
-            "-F",
-            "-b",
-            "4096",
-            "-m",
-            "0",
-            "-L",
-            ROOT_LABEL,
-            "-E",
-            options,
-            "-d",
-            str(system.tree),
-            str(raw),
-            f"{kib}k",
-        )
-        run("mkfs.ext4", *made, place=work)
-    finally:
-        if system.fd >= 0:
-            os.set_inheritable(system.fd, False)
+        tree, fds = f"/proc/self/fd/{FIRST_FD}", {FIRST_FD: system.fd}
+    # An inode for every 8 KiB: whoever asked for the size counted a block for each file, and one for its content.
+    how = ("-q", "-F", "-b", "4096", "-i", "8192", "-m", "0", "-L", ROOT_LABEL, "-E", options)
+    run("mkfs.ext4", *how, "-d", tree, str(raw), f"{kib}k", place=work, fds=fds)
     # mkfs.ext4 gives the root its own mode.
     status = system.tree.stat()
     fields = {"mode": f"0{status.st_mode:o}", "uid": status.st_uid, "gid": status.st_gid}
@@ -162,9 +145,9 @@ def _root_partition(system: SystemDisk, raw: Path, work: Path) -> None:
     run("debugfs", "-w", "-f", str(commands), f"{raw}?offset={ROOT_AT}", place=work)
 
 
-def run(*argv: str, place: Path) -> None:
+def run(*argv: str, place: Path, fds: Mapping[int, int] | None = None) -> None:
     """A program to its end; it writes at `place`. Raises DiskFullError, InvalidSpecError, NodeError with its words."""
-    ended = run_program([find_program(argv[0]), *argv[1:]], timeout_s=TIMEOUT_S)
+    ended = run_program([find_program(argv[0]), *argv[1:]], timeout_s=TIMEOUT_S, fds=fds or {})
     if ended.status == 0:
         return
     words = " ".join(ended.tail[-6:])[-1500:]

@@ -10,6 +10,7 @@ It refuses images that are disks, and those that are no system of their own (wor
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 import shutil
@@ -220,8 +221,13 @@ def add_modules(root: Path, kernel: DiskKernel) -> None:
     if place is None or not _is_own_directory(root, f"{place}/modules"):
         return
     target = root / place / "modules" / kernel.release
-    if not os.path.lexists(target):
+    if os.path.lexists(target):
+        return
+    try:
         shutil.copytree(kernel.tree, target, symlinks=True, ignore=shutil.ignore_patterns("build", "source"))
+    except shutil.Error as error:  # a list of what went wrong, in words
+        full = os.strerror(errno.ENOSPC) in str(error)
+        raise OSError(errno.ENOSPC if full else errno.EIO, "the kernel's modules cannot be copied") from error
 
 
 def _is_own_directory(root: Path, relative: str) -> bool:

@@ -157,8 +157,8 @@ async def test_it_boots_with_its_kernel_s_modules_on_a_larger_disk(place: Place,
 
 
 @pytest.mark.loop
-@pytest.mark.parametrize("room_mib", [12, 26, 40])
-def test_a_full_disk_of_the_host_is_said(disk: Path, kernel: DiskKernel, room_mib: int) -> None:
+@pytest.mark.parametrize(("room_mib", "modules"), [(12, False), (26, False), (40, False), (60, True)])
+def test_a_full_disk_of_the_host_is_said(disk: Path, kernel: DiskKernel, room_mib: int, modules: bool) -> None:
     file, small = disk / "file", disk / "small"
     with file.open("wb") as image:
         image.truncate(room_mib * MIB)
@@ -169,7 +169,7 @@ def test_a_full_disk_of_the_host_is_said(disk: Path, kernel: DiskKernel, room_mi
         store = ImageStore(small / "store")
         make_busybox_image(store)
         with pytest.raises(DiskFullError):
-            build_disk(store, "d", DiskRecipe(image="busybox", modules=False), kernel=kernel, agent=GUEST_PATH)
+            build_disk(store, "d", DiskRecipe(image="busybox", modules=modules), kernel=kernel, agent=GUEST_PATH)
         assert [image.name for image in store.list()] == ["busybox"]
         assert list((store.root / "staging").iterdir()) == []
     finally:
