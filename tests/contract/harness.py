@@ -366,7 +366,8 @@ async def fullvm_place() -> AsyncIterator[Place]:
 async def booted_pc(place: Place, directory: Path, turn: asyncio.Lock, plan: StartPlan) -> Path:
     """One boot for each shape of machine: a boot is the most a test waits for."""
     limits = plan.spec.resources
-    saved = directory / f"{plan.image.name}-{limits.memory_limit_mb}-{limits.disk_limit_mb}"
+    memory_mib, disk_mib = limits.memory_limit_mb or PC_MEMORY_MIB, limits.disk_limit_mb or PC_DISK_MIB
+    saved = directory / f"{plan.image.name}-{memory_mib}-{disk_mib}"
     async with turn:
         if not saved.is_dir():
             own = place.plan(plan.spec.image, resources=limits)
