@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 from collections.abc import Iterator
 from dataclasses import replace
@@ -39,7 +40,7 @@ from opendsec.vm.base import Accelerator, Binding, Drive, MachineSpec, Place, Vm
 from opendsec.vm.guest_setup import command_line
 from opendsec.vm.kvm import Kvm, usable_kvm
 from opendsec.vm.processor import host_processor
-from opendsec.vm.qemu_drives import Part, parted_disk
+from opendsec.vm.qemu_drives import HEAD_SECTORS, SECTOR, Ends, Part, description, ends_of
 from opendsec.vm.qemu_line import (
     AGENT_SOCKET,
     EMPTY_ROOT,
@@ -209,14 +210,22 @@ def _write_layers_disk(spec: MachineSpec, directory: Path) -> None:
     drives = [drive for drive in spec.drives if is_behind_one(drive)]
     if not drives:
         return
-    parts = [Part(name=each.name, path=str(each.path), size=each.path.stat().st_size) for each in drives]
+    parts = tuple(Part(name=each.name, path=str(each.path), size=each.path.stat().st_size) for each in drives)
     head, tail = directory / LAYERS_HEAD, directory / LAYERS_TAIL
-    disk = parted_disk(parts, head=str(head), tail=str(tail))
+    text = description(parts, head=str(head), tail=str(tail))
+    ends = _ends(parts)
     with head.open("wb") as file:
-        file.write(disk.head.rstrip(b"\0"))
-        file.truncate(len(disk.head))
-    tail.write_bytes(disk.tail)
-    (directory / LAYERS_DISK).write_text(disk.description, encoding="utf-8")
+        file.write(ends.head)
+        file.truncate(HEAD_SECTORS * SECTOR)
+    tail.write_bytes(ends.tail)
+    (directory / LAYERS_DISK).write_text(text, encoding="utf-8")
+
+
+@functools.lru_cache(maxsize=64)
+def _ends(parts: tuple[Part, ...]) -> Ends:
+    """The same for all sandboxes of an image; without the zeros after the first table."""
+    ends = ends_of(parts)
+    return Ends(head=ends.head.rstrip(b"\0"), tail=ends.tail)
 
 
 def _record_of(pid: int, spec: MachineSpec, line: Line) -> Record:

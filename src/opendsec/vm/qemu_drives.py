@@ -47,27 +47,6 @@ class Ends:
     tail: bytes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PartedDisk:
-    """What has to lie in files of its own: both ends of the disk, and the description QEMU reads."""
-
-    head: bytes
-    tail: bytes
-    description: str
-
-
-def parted_disk(parts: Sequence[Part], *, head: str, tail: str) -> PartedDisk:
-    """The disk of these files; `head` and `tail` are paths of the two ends.
-
-    Raises ValueError for more than 128 files, and for paths a description cannot hold.
-    """
-    for path in (head, tail, *(part.path for part in parts)):
-        if len(path.encode()) > 511 or '"' in path or "\n" in path:
-            raise ValueError(f"{path!r} cannot be named in a disk's description")
-    ends = ends_of(parts)
-    return PartedDisk(head=ends.head, tail=ends.tail, description=_description(parts, head, tail))
-
-
 def ends_of(parts: Sequence[Part]) -> Ends:
     """Both tables of a disk of these files, each filled up to a sector. Raises ValueError for more than 128."""
     if len(parts) > MAX_PARTITIONS:
@@ -109,7 +88,14 @@ def _protective_record(last: int) -> bytes:
     return bytes(446) + entry + bytes(48) + b"\x55\xaa"
 
 
-def _description(parts: Sequence[Part], head: str, tail: str) -> str:
+def description(parts: Sequence[Part], *, head: str, tail: str) -> str:
+    """What QEMU reads of the disk of these files; `head` and `tail` are the files of its two ends.
+
+    Raises ValueError for paths it cannot hold.
+    """
+    for path in (head, tail, *(part.path for part in parts)):
+        if len(path.encode()) > 511 or '"' in path or "\n" in path:
+            raise ValueError(f"{path!r} cannot be named in a disk's description")
     # No empty lines: QEMU's reader would take the extent after one twice.
     lines = ["# Disk DescriptorFile", "version=1", "CID=fffffffe", "parentCID=ffffffff"]
     lines += ['createType="twoGbMaxExtentFlat"', "# Extents", f'RW {HEAD_SECTORS} FLAT "{head}" 0']

@@ -16,7 +16,7 @@ import pytest
 from opendsec.errors import SnapshotInvalidError
 from opendsec.vm.base import Accelerator, Binding, Card, Drive, MachineSpec
 from opendsec.vm.guest_memory import Run, runs_of
-from opendsec.vm.qemu_drives import HEAD_SECTORS, MAX_PARTITIONS, SECTOR, TAIL_SECTORS, Part, parted_disk
+from opendsec.vm.qemu_drives import HEAD_SECTORS, MAX_PARTITIONS, SECTOR, TAIL_SECTORS, Part, description, ends_of
 from opendsec.vm.qemu_line import Line, arguments, check_slots, numbers_of, version_of
 from opendsec.vm.qemu_saving import save_devices
 from opendsec.vm.qmp import Monitor
@@ -135,7 +135,7 @@ def test_versions() -> None:
 
 def test_a_disk_of_files() -> None:
     parts = [Part(name="a", path="/a", size=4096), Part(name="b-data", path="/b", size=5000)]
-    disk = parted_disk(parts, head="/h", tail="/t")
+    disk = ends_of(parts)
     assert (len(disk.head), len(disk.tail)) == (HEAD_SECTORS * SECTOR, TAIL_SECTORS * SECTOR)
     table = disk.head[2 * SECTOR : 34 * SECTOR]
     assert table == disk.tail[: 32 * SECTOR]
@@ -146,7 +146,7 @@ def test_a_disk_of_files() -> None:
     assert struct.unpack_from("<QQ", table, 32) == (2048, 2055)
     assert struct.unpack_from("<QQ", table, 128 + 32) == (2056, 2065)
     assert table[128 + 56 : 128 + 68].decode("utf-16-le") == "b-data"
-    lines = disk.description.splitlines()
+    lines = description(parts, head="/h", tail="/t").splitlines()
     assert [line for line in lines if line.startswith("RW")] == [
         'RW 2048 FLAT "/h" 0',
         'RW 8 FLAT "/a" 0',
@@ -159,9 +159,9 @@ def test_a_disk_of_files() -> None:
 def test_disks_that_cannot_be() -> None:
     part = Part(name="a", path="/a", size=512)
     with pytest.raises(ValueError, match="at most 128"):
-        parted_disk([part] * (MAX_PARTITIONS + 1), head="/h", tail="/t")
+        ends_of([part] * (MAX_PARTITIONS + 1))
     with pytest.raises(ValueError, match="cannot be named"):
-        parted_disk([replace(part, path='/a"b')], head="/h", tail="/t")
+        description([replace(part, path='/a"b')], head="/h", tail="/t")
 
 
 def test_runs() -> None:
