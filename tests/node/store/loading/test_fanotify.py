@@ -331,9 +331,9 @@ def test_a_store_that_hangs_costs_its_readers_their_patience(store: ImageStore, 
             mounts.unmount_all()
 
 
-def test_without_anybody_who_fills_reads_end_after_their_patience(store: ImageStore, disk: Path, start: Start) -> None:
+def test_reads_wait_for_the_next_one_when_who_fills_falls_silent(store: ImageStore, disk: Path, start: Start) -> None:
     image = make_image(store, "one", files=4)
-    node = start(str(store.root), OPENDSEC_STORE_TIMEOUT="1")
+    node = start(str(store.root), OPENDSEC_STORE_TIMEOUT="4")
     with node.mounts() as mounts:
         (fd,) = mounts.acquire(image)
         pidfd = find_holder(node.place, FILLER)
