@@ -71,27 +71,36 @@ async def _frozen(guest: Guest) -> AsyncIterator[bool]:
     number = LAST_COMMAND - secrets.randbelow(2**20)
     argv = ("/bin/sh", "-c", _SCRIPT, "freeze", str(MOST_S))
     await guest.start(number, StartCommand(argv=argv, env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}, stdin=True))
-    events = guest.events(number)
+    ended = False
     try:
-        yield await _said(events)
+        said = await _said(guest, number)
+        ended = not said.endswith((_WHOLE, _PARTLY))
+        if ended:
+            guest.release(number)
+            words = said.decode("utf-8", "replace").strip()[-300:]
+            raise GuestError("failed", f"the file systems could not be frozen: {words}")
+        yield said.endswith(_WHOLE)
     finally:
-        await guest.write_stdin(number, 0, b"", eof=True)
-        with suppress(TimeoutError):
-            async with asyncio.timeout(ANSWER_S):
-                while not isinstance(await anext(events), Exit):
-                    pass
-                guest.release(number)
+        if not ended:
+            await _thaw(guest, number)
 
 
-async def _said(events: AsyncIterator[object]) -> bool:
-    """Whether all of it is frozen. Raises GuestError when the command has ended instead."""
+async def _said(guest: Guest, number: int) -> bytes:
+    """Up to the word that says how it went; without one the command has ended."""
     said = b""
-    async for event in events:
+    async for event in guest.events(number):
         if isinstance(event, Output):
             said += event.data
             if said.endswith((_WHOLE, _PARTLY)):
-                return said.endswith(_WHOLE)
-        elif isinstance(event, Exit):
-            break
-    words = said.decode("utf-8", "replace").strip()[-300:]
-    raise GuestError("failed", f"the file systems could not be frozen: {words}")
+                break
+    return said
+
+
+async def _thaw(guest: Guest, number: int) -> None:
+    """Its input ends, and so does the command: a slow one soon, or in its minute."""
+    await guest.write_stdin(number, 0, b"", eof=True)
+    with suppress(TimeoutError):
+        async with asyncio.timeout(ANSWER_S):
+            async for event in guest.events(number):
+                if isinstance(event, Exit):
+                    guest.release(number)
