@@ -24,7 +24,7 @@ import errno
 import os
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -434,6 +434,27 @@ def _remove_below(name: str, parent: int) -> None:
                 os.rmdir(entry.name, dir_fd=fd)
     finally:
         os.close(fd)
+
+
+async def put_into(procs: Sequence[int], pid: int) -> None:
+    """Put a process into the groups of these descriptors of `cgroup.procs`.
+
+    The kernel may take 10 ms for each (it waits for all processors), in which the event loop goes on. Who is cancelled
+    returns, too, only once they are not used any more. Raises OSError (ESRCH: the process has ended).
+    """
+    writing = asyncio.ensure_future(asyncio.to_thread(_write_each, tuple(procs), b"%d" % pid))
+    try:
+        await asyncio.shield(writing)
+    except asyncio.CancelledError:
+        await asyncio.wait([writing])
+        if not writing.cancelled():
+            writing.exception()  # whoever is cancelled has other worries
+        raise
+
+
+def _write_each(fds: Sequence[int], text: bytes) -> None:
+    for fd in fds:
+        os.write(fd, text)
 
 
 class UnifiedDriver(CgroupDriver):

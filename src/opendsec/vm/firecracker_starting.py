@@ -14,6 +14,7 @@ from typing import Final, Self
 
 from opendsec.errors import NodeError, StartError
 from opendsec.linux import process
+from opendsec.linux.cgroup import put_into
 from opendsec.vm.base import Binding, MachineSpec, Place
 from opendsec.vm.firecracker_api import Api, ApiError, ApiGoneError
 from opendsec.vm.firecracker_machine import UFFD_SOCKET, VSOCK, FirecrackerVm, Record, ServedBy, clear
@@ -110,8 +111,7 @@ class Starting:
                 os.close(gate)
             raise
         try:
-            for descriptor in self._place.cgroup_procs:
-                os.write(descriptor, b"%d" % self.record.pid)
+            await put_into(self._place.cgroup_procs, self.record.pid)
             os.write(gate, b"go\n")  # from here on it is in its groups
         finally:
             os.close(gate)

@@ -31,6 +31,7 @@ import msgspec
 from opendsec.errors import HostCapabilityError, StartError
 from opendsec.linux import process
 from opendsec.linux.boot import boot_id
+from opendsec.linux.cgroup import put_into
 from opendsec.linux.libc import tsc_khz
 from opendsec.linux.process import ProcessIdentity
 from opendsec.linux.sockets import listening
@@ -181,8 +182,7 @@ class QemuVmm(Vmm):
             loads = line.devices_fd != -1
             vm = QemuVm(self.binding, _record_of(pid, spec, line), place.directory, pidfd, stderr=reader, loads=loads)
             async with ended_on_failure(vm):
-                for procs in place.cgroup_procs:
-                    os.write(procs, str(pid).encode("ascii"))
+                await put_into(place.cgroup_procs, pid)
                 (place.directory / RECORD).write_bytes(msgspec.json.encode(vm.record))
                 os.write(gate, b"go\n")  # from here on it is found, and in its groups
         finally:

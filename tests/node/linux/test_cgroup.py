@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
-from opendsec.linux.cgroup import CgroupClass, CgroupDriver, CgroupLimits, choose_driver, find_mounts
+from opendsec.linux.cgroup import CgroupClass, CgroupDriver, CgroupLimits, choose_driver, find_mounts, put_into
 
 pytestmark = [pytest.mark.anyio, pytest.mark.root, pytest.mark.cgroup]
 MIB = 1024 * 1024
@@ -142,3 +144,24 @@ async def test_a_hundred_made_and_removed(groups: CgroupDriver) -> None:
     for number in range(100):
         await groups.remove(f"box-{number}")
     assert groups.names() == set()
+
+
+async def test_a_process_is_put_into_its_groups_also_for_who_is_cancelled(groups: CgroupDriver) -> None:
+    with groups.create("box", CgroupLimits(), owner=0), subprocess.Popen(["cat"], stdin=subprocess.PIPE) as cat:
+        procs = groups.open_procs("box")
+        try:
+            putting = asyncio.ensure_future(put_into(procs, cat.pid))
+            await asyncio.sleep(0)
+            putting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await putting
+            assert "box" in Path(f"/proc/{cat.pid}/cgroup").read_text()
+            assert cat.stdin is not None
+            cat.stdin.close()
+            cat.wait(60)
+            with pytest.raises(ProcessLookupError):
+                await put_into(procs, cat.pid)
+        finally:
+            for fd in procs:
+                os.close(fd)
+    await groups.remove("box")
