@@ -262,6 +262,15 @@ def reap(pid: int) -> int | None:
     return os.waitstatus_to_exitcode(status) if found else None
 
 
+def was_killed(pidfd: int) -> bool:
+    """Whether SIGKILL has ended a child of ours, which stays to be reaped. False also of one that is not ours."""
+    try:
+        ended = os.waitid(os.P_PIDFD, pidfd, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+    except ChildProcessError:
+        return False
+    return ended is not None and ended.si_code == os.CLD_KILLED and ended.si_status == signal.SIGKILL
+
+
 # ── processes by pidfd and by identity ──────────────────────────────────────────────────────────────────────────────
 
 

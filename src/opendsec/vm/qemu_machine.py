@@ -82,7 +82,7 @@ class QemuVm(Vm):
             try:
                 self._guest = await _greeted(self._directory / AGENT_SOCKET, min(wait_s, left))
             except GuestLostError as error:
-                if self._loads and await process.ends_soon(self._pidfd):
+                if self._loads and await self._gives_up():
                     raise self._not_taken(str(error)) from error
                 if left <= wait_s or self._pidfd == -1 or process.has_ended(self._pidfd):
                     raise
@@ -138,6 +138,8 @@ class QemuVm(Vm):
                     await qmp.execute("cont")
                     self._is_running()
         except SandboxLostError as error:
+            if not await self._gives_up():
+                raise
             raise self._not_taken(error.message) from error
         except (OSError, ValueError, MonitorError) as error:
             raise SnapshotInvalidError(f"the saved machine cannot be loaded: {error}", remedy="make it anew") from error
@@ -212,6 +214,10 @@ class QemuVm(Vm):
         with contextlib.suppress(BlockingIOError):
             return os.read(self._stderr, 65536)
         return b""
+
+    async def _gives_up(self) -> bool:
+        """Whether it ends by itself: who was killed says nothing about what it was reading."""
+        return self._pidfd != -1 and await process.ends_soon(self._pidfd) and not process.was_killed(self._pidfd)
 
     def _not_taken(self, otherwise: str) -> SnapshotInvalidError:
         return SnapshotInvalidError(

@@ -137,3 +137,23 @@ async def test_input_that_nobody_reads_hinders_nobody() -> None:
 def test_programs_do_not_see_our_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OPENDSEC_API_KEY", "secret")
     assert b"secret" not in process.run_sync(["env"], timeout_s=10).stdout
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(
+    ("line", "number", "killed"), [("exit 1", 0, False), ("read -r _", 9, True), ("read -r _", 6, False)]
+)
+async def test_who_was_killed_and_who_ended(line: str, number: int, killed: bool) -> None:
+    reader, writer = os.pipe2(os.O_CLOEXEC)
+    pid, pidfd = process.spawn(SHELL, argv=("-c", line), fds={0: reader})
+    try:
+        if number:
+            assert not process.was_killed(pidfd)
+            process.send_signal(pidfd, number)
+        await process.wait_ended(pidfd, timeout_s=60)
+        assert process.was_killed(pidfd) is killed
+        assert process.reap(pid) is not None, "it was left to be reaped"
+        assert not process.was_killed(pidfd)
+    finally:
+        for fd in (reader, writer, pidfd):
+            os.close(fd)
