@@ -180,6 +180,7 @@ void machine_start(void) {
 /* Numbers and plain text; false: not one of RENEW's. */
 static bool take_renewal(struct renewal *renewal, struct cursor *cursor, const struct field *field) {
     switch (field->tag) {
+        case TAG_FLAGS: field_u64(cursor, field, &renewal->flags); break;
         case TAG_CLOCK_NS: field_u64(cursor, field, &renewal->clock_ns); break;
         case TAG_ENTROPY:
             renewal->entropy = field->data;
@@ -283,6 +284,7 @@ static void task_end(const struct problem *problem) {
 static void network_done(const struct problem *trouble) {
     struct problem problem;
     if (!trouble && !renew_finish(&task->setup.renewal, &problem)) trouble = &problem;
+    if (!trouble && task->setup.renewal.flags & RENEW_IS_NEW) usage_begin_anew();
     task_end(trouble);
 }
 

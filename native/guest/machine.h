@@ -35,9 +35,11 @@ struct disk {
     char *drive, *mount_point;
 };
 
+enum { RENEW_IS_NEW = 1 };
+
 /* The fields of RENEW. Strings are never NULL. */
 struct renewal {
-    uint64_t clock_ns;
+    uint64_t clock_ns, flags;
     const char *entropy;
     size_t entropy_length, resolver_count;
     char *host_name, *machine_id, *generation, *mac, *address, *gateway, *resolvers[MAX_RESOLVERS];
@@ -98,5 +100,7 @@ void network_stop(void);
 /* usage.c: tells the host, if there is anything to tell. */
 void usage_send(void);
 void usage_send_soon(void);
+/* What was counted so far was another sandbox's. */
+void usage_begin_anew(void);
 
 #endif

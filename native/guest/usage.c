@@ -18,6 +18,7 @@
 enum { FULL_BELOW = 64 * 1024, IS_FULL = 1, SOON_MS = 500 };
 
 static struct timer soon;
+static uint64_t kills_before, refused_before; /* of a sandbox that had this memory earlier */
 
 /* The number after `name` in a file of lines; 0 when it is not there. */
 static uint64_t number_in(const char *path, const char *name) {
@@ -40,16 +41,32 @@ static bool is_full(void) {
     return full;
 }
 
+static uint64_t oom_kills(void) {
+    uint64_t below = number_in("c/sandbox/memory.events", "oom_kill "), all = number_in("proc/vmstat", "oom_kill ");
+    return below > all ? below : all; /* each may be configured out */
+}
+
+static uint64_t forks_refused(void) {
+    uint64_t at_limit = number_in("c/sandbox/pids.events", "max "), below = tree_forks_refused();
+    return at_limit > below ? at_limit : below;
+}
+
+static uint64_t since(uint64_t before, uint64_t now) { return now > before ? now - before : 0; }
+
+void usage_begin_anew(void) {
+    kills_before = oom_kills();
+    refused_before = forks_refused();
+    usage_send();
+}
+
 void usage_send(void) {
     timer_stop(&soon);
     if (!machine_is_ready() || !conn_is_live()) return;
     char bytes[128];
     struct writer writer = {bytes, 0, sizeof bytes, false};
     uint64_t total = number_in("proc/meminfo", "MemTotal:"), free_kb = number_in("proc/meminfo", "MemAvailable:");
-    uint64_t kills = number_in("c/sandbox/memory.events", "oom_kill "), all_kills = number_in("proc/vmstat", "oom_kill ");
-    write_u64(&writer, TAG_OOM_KILLS, kills > all_kills ? kills : all_kills); /* each may be configured out */
-    uint64_t refused = number_in("c/sandbox/pids.events", "max "), refused_below = tree_forks_refused();
-    write_u64(&writer, TAG_PIDS_DENIED, refused > refused_below ? refused : refused_below);
+    write_u64(&writer, TAG_OOM_KILLS, since(kills_before, oom_kills()));
+    write_u64(&writer, TAG_PIDS_DENIED, since(refused_before, forks_refused()));
     write_u64(&writer, TAG_FLAGS, is_full() ? IS_FULL : 0);
     write_u64(&writer, TAG_MEMORY, total > free_kb ? (total - free_kb) * 1024 : 0);
     write_u64(&writer, TAG_CPU_US, number_in("c/sandbox/cpu.stat", "usage_usec "));

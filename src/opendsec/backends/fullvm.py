@@ -46,7 +46,7 @@ from opendsec.errors import (
 )
 from opendsec.guest.base import Guest, GuestGoneError, GuestLostError
 from opendsec.linux.boot import boot_id
-from opendsec.linux.cgroup import CgroupDriver, CgroupLimits
+from opendsec.linux.cgroup import CgroupDriver, CgroupLimits, put_into
 from opendsec.linux.network import SandboxNetwork, raise_loopback
 from opendsec.linux.node_number import NodeNumber
 from opendsec.linux.probe import Remembered
@@ -184,7 +184,7 @@ class FullVmBackend(Backend):
                 await live.machine.resume()
                 guest = await live.met(Path(str(handle.data["run"])))
                 if guest.is_machine or (saved is not None and live.agent):
-                    await renew(guest)
+                    await renew(guest, is_new=saved is not None)
             except BaseException:
                 self._live.pop(plan.sandbox_id, None)
                 live.console.close()
@@ -214,11 +214,9 @@ class FullVmBackend(Backend):
         with self._groups.create(plan.sandbox_id, limits, owner=0) as leaf:
 
             async def admit(entered: Entered) -> None:
-                pid = str(entered.pid).encode("ascii")
                 procs = os.open("cgroup.procs", os.O_WRONLY | os.O_CLOEXEC, dir_fd=leaf.cgroup2)
                 try:
-                    for fd in (procs, *leaf.procs):
-                        os.write(fd, pid)
+                    await put_into((procs, *leaf.procs), entered.pid)
                 finally:
                     os.close(procs)
 

@@ -33,11 +33,11 @@ fi
 """
 
 
-async def renew(guest: Guest) -> None:
-    """Raises StartError when the guest cannot do it, GuestLostError."""
+async def renew(guest: Guest, *, is_new: bool = False) -> None:
+    """`is_new`: it was copied from another sandbox. Raises StartError when the guest cannot do it, GuestLostError."""
     try:
         if guest.is_machine:
-            await guest.renew(Identity(host_name="", generation=secrets.token_hex(16)))
+            await guest.renew(Identity(host_name="", generation=secrets.token_hex(16), is_new=is_new))
         else:
             await _run_script(guest)
     except GuestError as error:

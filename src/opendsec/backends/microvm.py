@@ -223,7 +223,8 @@ class MicroVmBackend(Backend):
                 handle = self._handle(plan, kept.shape)
                 limits = limits_of(plan.spec, kept.shape, self._vmm.binding.accelerator)
                 self._groups.create(plan.sandbox_id, replace(limits, cpu_cores=None), owner=0).__exit__()
-                guest = await self._live.start(handle, kept, plan.state_dir / BASE, layers)
+                is_fork = plan.snapshot is not None
+                guest = await self._live.start(handle, kept, plan.state_dir / BASE, layers, is_fork=is_fork)
                 self._groups.limit(plan.sandbox_id, limits)  # a tenth of a processor would make a start take seconds
         except (OSError, GuestError, GuestLostError) as error:
             await self._clear(plan)

@@ -96,10 +96,16 @@ class Live:
 
     # ── from files to a sandbox that is itself ──────────────────────────────────────────────────────────────────────
 
-    async def start(self, handle: Handle, kept: Kept, saved: Path, layers: Sequence[LayerFiles]) -> Guest:
-        """A new machine, and its agent once it is itself. Raises as `Vmm.restore`, OSError, GuestLostError."""
+    async def start(
+        self, handle: Handle, kept: Kept, saved: Path, layers: Sequence[LayerFiles], *, is_fork: bool
+    ) -> Guest:
+        """A new machine, and its agent once it is itself; `is_fork`: of another sandbox's snapshot.
+
+        Raises as `Vmm.restore`, OSError, GuestLostError.
+        """
         async with self.made.room():
-            return await self.wake(handle, await self._restore(handle, kept, saved, layers), runs=True)
+            vm = await self._restore(handle, kept, saved, layers)
+            return await self.wake(handle, vm, runs=True, is_fork=is_fork)
 
     async def restore_paused(self, handle: Handle, kept: Kept, saved: Path, layers: Sequence[LayerFiles]) -> Vm:
         """A machine that has not executed an instruction yet. Raises as `Vmm.restore`, and OSError."""
@@ -126,14 +132,14 @@ class Live:
         self.vms[handle.sandbox_id] = vm
         return vm
 
-    async def wake(self, handle: Handle, vm: Vm, *, runs: bool = False) -> Guest:
+    async def wake(self, handle: Handle, vm: Vm, *, runs: bool = False, is_fork: bool = False) -> Guest:
         """It runs, its agent answers, and it is itself. Raises GuestLostError."""
         if not runs:
             await vm.resume()
         for timeout_s in RENEW_TRIES_S:
             guest = self.guests[handle.sandbox_id] = await vm.connect(timeout_s=CONNECT_TIMEOUT_S)
             try:
-                await self.renew(handle, timeout_s=timeout_s)
+                await self.renew(handle, timeout_s=timeout_s, is_fork=is_fork)
             except GuestLostError:
                 # The agent may have taken a connection that had just begun for one that had just ended.
                 if timeout_s == RENEW_TRIES_S[-1] or vm.ended:
@@ -142,7 +148,7 @@ class Live:
                 return guest
         raise AssertionError("the last try returns or raises")
 
-    async def renew(self, handle: Handle, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
+    async def renew(self, handle: Handle, *, timeout_s: float = CONNECT_TIMEOUT_S, is_fork: bool = False) -> None:
         """Who it is, told once more. Without a connection nothing: whoever connects next renews it.
 
         Raises GuestLostError.
@@ -154,7 +160,7 @@ class Live:
         inner, host = addresses(self._network, slot, online=online)
         token = secrets.token_bytes(32)
         mac = mac_of(handle.sandbox_id)
-        who = identity(token=token, inner=inner, host=host, resolvers=self._resolvers, mac=mac)
+        who = identity(token=token, inner=inner, host=host, resolvers=self._resolvers, mac=mac, is_new=is_fork)
         try:
             async with asyncio.timeout(timeout_s):
                 await guest.renew(who)

@@ -162,9 +162,17 @@ def mac_of(sandbox_id: SandboxId) -> str:
 
 
 def identity(
-    *, token: bytes, inner: IPv4Address | None, host: IPv4Address | None, resolvers: Sequence[str], mac: str = ""
+    *,
+    token: bytes,
+    inner: IPv4Address | None,
+    host: IPv4Address | None,
+    resolvers: Sequence[str],
+    mac: str = "",
+    is_new: bool = False,
 ) -> Identity:
-    """Who a sandbox is; `token`: 32 random bytes of this hand-out. Without addresses its network is a loopback."""
+    """Who a sandbox is; `token`: 32 random bytes of this hand-out. Without addresses its network is a loopback.
+    `is_new`: it was copied from another sandbox.
+    """
     online = inner is not None
     return Identity(
         host_name=HOST_NAME,
@@ -173,5 +181,6 @@ def identity(
         mac=mac if online else "",
         address=f"{inner}/31" if online else "",
         gateway=str(host) if online else "",
+        is_new=is_new,
         resolvers=tuple(resolvers) if online else (),
     )

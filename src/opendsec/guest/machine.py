@@ -43,6 +43,8 @@ class Identity:
     address: str = ""
     """IPv4 address of eth0 with its prefix, `10.0.0.2/30`; empty: eth0 is down."""
     gateway: str = ""
+    is_new: bool = False
+    """Another sandbox had this memory before, and what is counted of it (USAGE) begins at 0; RENEW only."""
     resolvers: tuple[str, ...] = ()
 
 

@@ -35,6 +35,8 @@ def encode_identity(identity: Identity, *, clock_ns: int, entropy: bytes) -> byt
         (protocol.T_ADDRESS, identity.address),
         (protocol.T_GATEWAY, identity.gateway),
     ]
+    if identity.is_new:
+        fields.append((protocol.T_FLAGS, protocol.RENEW_IS_NEW))
     fields += [(protocol.T_RESOLVER, resolver) for resolver in identity.resolvers]
     return pack_fields(fields)
 

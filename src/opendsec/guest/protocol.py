@@ -126,6 +126,7 @@ STARTED_KNOWN: Final = 1
 COMMAND_ENDED: Final = 1
 EXIT_SESSION_STARTED: Final = 1
 EXIT_SESSION_GONE: Final = 2
+RENEW_IS_NEW: Final = 1
 USAGE_DISK_FULL: Final = 1
 
 _FIELD = struct.Struct("<HHI")

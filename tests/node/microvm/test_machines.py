@@ -13,6 +13,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.contract.harness import MICROVM_NEEDS, Place, Sandbox, microvm_backend
@@ -27,6 +28,7 @@ from opendsec.linux import process
 from opendsec.linux.disk import make_disk, remove_disk
 from opendsec.model.spec import Resources
 from opendsec.store.sparse import copy_sparse
+from opendsec.vm.base import Vm
 from opendsec.vm.saved import MANIFEST
 
 pytestmark = [pytest.mark.anyio, *(getattr(pytest.mark, name) for name in MICROVM_NEEDS)]
@@ -94,6 +96,8 @@ async def test_a_snapshot_starts_others_and_the_source_goes_on(place: Place) -> 
     target.mkdir()
     async with place.sandbox() as box:
         await box.run(REMEMBER)
+        await box.run("tail /dev/zero")
+        assert box.backend.usage(box.running.handle).oom_kills
         asked = "cat /run/opendsec/generation /proc/sys/kernel/random/boot_id"
         seen = set((await box.run(asked)).stdout.split())
         await box.backend.snapshot(box.running.handle, target)
@@ -106,7 +110,10 @@ async def test_a_snapshot_starts_others_and_the_source_goes_on(place: Place) -> 
     for source, code in ((target, 0), (target, 0), (parked, 1)):
         plan = replace(place.plan(), snapshot=source)
         started = Sandbox(place.backend, plan, await place.backend.start(plan), last_command=100)
+        assert place.backend.usage(started.running.handle).oom_kills == 0, "its own, before anything ran"
         assert (await started.run(RECALL)).exit.exit_code == code
+        assert (await started.run("exit 3")).exit.exit_code == 3
+        assert place.backend.usage(started.running.handle).oom_kills == 0, "what its source did is not its own"
         seen |= set((await started.run(asked)).stdout.split())
         await place.destroy(plan)
     assert len(seen) == 2 * 4, "each has its own"
@@ -198,6 +205,30 @@ async def test_a_damaged_template_is_made_anew(place: Place) -> None:
     await place.destroy(plan)
     async with place.sandbox() as box:
         assert (await box.run("echo $((6*7))")).stdout == b"42\n"
+
+
+async def test_a_vmm_that_is_killed_while_it_loads_costs_no_template(
+    place: Place, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with place.sandbox():
+        pass
+    templates = place.state_dir.parent / "microvm/templates"
+    before = {path.name: path.stat().st_ino for path in templates.iterdir()}
+    backend = place.backend
+    assert isinstance(backend, MicroVmBackend)
+    restore = backend._vmm.restore
+
+    async def killed(*args: Any, **more: Any) -> Vm:
+        vm = await restore(*args, **more)
+        os.kill(vm.pid, 9)
+        return vm
+
+    monkeypatch.setattr(backend._vmm, "restore", killed)
+    plan = place.plan()
+    with pytest.raises(StartError, match="agent did not answer"):
+        await backend.start(plan)
+    assert {path.name: path.stat().st_ino for path in templates.iterdir()} == before
+    await place.destroy(plan)
 
 
 async def test_a_new_edge_finds_running_and_parked_ones(place: Place) -> None:
