@@ -102,8 +102,9 @@ class Machines:
             template = await self._templates.get(key, make)
             try:
                 await asyncio.to_thread(_take, template, base, shape.disks)
-            except FileNotFoundError:  # evicted meanwhile
+            except FileNotFoundError:  # evicted meanwhile; or it is there, and a file of it was removed
                 await asyncio.to_thread(_undo, base, shape.disks)
+                await self._templates.discard(key)
             else:
                 return
 

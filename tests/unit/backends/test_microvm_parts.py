@@ -5,19 +5,23 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from opendsec.backends.microvm import _refer
-from opendsec.backends.microvm_machines import in_turn
-from opendsec.backends.microvm_shape import DATA_LABEL, Boot, identity, limits_of, shape_of, template_key
-from opendsec.backends.microvm_templates import Templates
+from opendsec.backends.microvm_machines import Machines, in_turn
+from opendsec.backends.microvm_shape import DATA_LABEL, Boot, Shape, identity, limits_of, shape_of, template_key
+from opendsec.backends.microvm_templates import MACHINE, Templates
 from opendsec.errors import InvalidSpecError, StartError
 from opendsec.model.image import Image, ImageConfig
 from opendsec.model.spec import Resources, SandboxSpec
-from opendsec.vm.base import Accelerator, Binding
+from opendsec.store.loading.base import LayerFiles
+from opendsec.vm.base import Accelerator, Binding, Vmm
 
 pytestmark = pytest.mark.anyio
 IMAGE = Image(name="i", digest="sha256:0", layers=(), config=ImageConfig(), created_at=0)
@@ -50,6 +54,36 @@ async def test_all_wait_for_the_one_who_makes_it(tmp_path: Path) -> None:
         make.go.set()
     assert {task.result() for task in tasks} == {tmp_path / "k"}
     assert make.count == 1
+
+
+class Made(Machines):
+    """Its machines are files."""
+
+    boot = BOOT
+    count = 0
+
+    async def _make(self, work: Path, image: Image, shape: Shape, layers: Sequence[LayerFiles]) -> None:
+        self.count += 1
+        (work / MACHINE).mkdir()
+        for path in (work / MACHINE / "memory", *(work / disk for disk in shape.disks)):
+            path.write_bytes(b"whole")
+
+
+@pytest.mark.timeout(60)
+async def test_a_template_that_lacks_a_disk_is_made_anew(tmp_path: Path) -> None:
+    vmm = cast("Vmm", SimpleNamespace(binding=BINDING))
+    made = Made(vmm, state_dir=tmp_path, run_dir=tmp_path, kernels=tmp_path)
+    made._templates.open()
+    shape = shape_of(SandboxSpec(image="i"), IMAGE)
+    for name in ("first", "second"):
+        base = tmp_path / name / "base"
+        base.mkdir(parents=True)
+        await made.take(IMAGE, shape, (), base)
+        assert (base / "memory").read_bytes() == b"whole"
+        assert [(base.parent / disk).read_bytes() for disk in shape.disks] == [b"whole"] * len(shape.disks)
+        (template,) = (tmp_path / "microvm/templates").iterdir()
+        (template / shape.disks[-1]).unlink()
+    assert made.count == 2
 
 
 async def test_what_is_discarded_meanwhile_fails_no_other(tmp_path: Path) -> None:
