@@ -69,7 +69,7 @@ def served(source: Path, target: Path) -> Iterator[Told]:
         yield told
     finally:
         told.let_go()
-        # By force: another process's mount namespace, made meanwhile, may hold a copy of the mount for as long as it likes.
+        # By force: another process's mount namespace, made meanwhile, may hold a copy of the mount as long as it likes.
         libc.umount2(target, libc.MNT_FORCE | libc.MNT_DETACH)
         thread.join(60)
         os.close(fd)
