@@ -6,8 +6,9 @@ one below.
 
 A machine writes into an overlay of QEMU's, which a hostile guest may have got hold of. So its copy is looked at as any
 disk is (`check_qcow2`), and what becomes a layer is not that file but what `qemu-img` has read out of it, as nobody and
-with bounds: no byte of its tables is taken over. The order of a chain is the manifest's; who starts from it says so
-explicitly, and never asks a header. A cluster is written whole, so nothing below a difference is read to make it.
+with bounds: no byte of its tables is taken over, and the header `qemu-img` has written is looked at once more. The
+order of a chain is the manifest's; who starts from it says so explicitly, and never asks a header. A cluster is written
+whole, so nothing below a difference is read to make it.
 
 Chains of more than `MOST` files are merged: all differences become one, on the same lowest disk. It refuses overlays of
 another size or with other clusters than ours.
@@ -25,7 +26,7 @@ from pathlib import Path
 
 from opendsec.errors import ConflictError, ImageInvalidError
 from opendsec.model.image import Layer, LayerRole
-from opendsec.store.disks import FIRST_FD, NOBODY, check_qcow2, confined
+from opendsec.store.disks import FIRST_FD, NOBODY, check_qcow2, confined, qcow2_size
 from opendsec.store.durable import disk_full_named
 from opendsec.store.images import ImageStore, StagedLayer
 from opendsec.store.packing import brought
@@ -160,7 +161,10 @@ def on_top_of(
 
 def check_overlay(path: Path, *, size_bytes: int) -> None:
     """Whether it can be read as a difference made here. Raises ImageInvalidError."""
-    found = check_qcow2(path)
+    _check_shape(path, check_qcow2(path), size_bytes=size_bytes)
+
+
+def _check_shape(path: Path, found: int, *, size_bytes: int) -> None:
     with path.open("rb") as file:
         cluster_bits, _ = _TABLE.unpack(_read_at(file.fileno(), 20, _TABLE.size))
     if found != size_bytes or cluster_bits != CLUSTER_BITS:
@@ -192,7 +196,8 @@ def _read_at(fd: int, at: int, length: int) -> bytes:
 def _fold(target: Path, differences: Sequence[Path], *, size_bytes: int, on_tick: Callable[[], None]) -> None:
     """A new file that shows what these show, lowest first, on whatever is below them.
 
-    Each is laid over those before it: of each the clusters that are its own, whole.
+    Each is laid over those before it: of each the clusters that are its own, whole. The program that does it reads what
+    a guest may have made, so its own file is not believed either: it must name no other.
     """
     make_overlay(target, size_bytes)
     with disk_full_named(target.parent), _of_nobody(target) as writer, ExitStack() as stack:
@@ -201,6 +206,7 @@ def _fold(target: Path, differences: Sequence[Path], *, size_bytes: int, on_tick
             stack.callback(os.close, source)
             _lay_over(writer, source, size_bytes=size_bytes, on_tick=on_tick)
             os.fsync(writer)
+    _check_shape(target, qcow2_size(target), size_bytes=size_bytes)
 
 
 @contextmanager

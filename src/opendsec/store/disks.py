@@ -146,10 +146,15 @@ def _check_holes(path: Path, size: int) -> None:
 
 def check_qcow2(path: Path) -> int:
     """Size of the disk as a guest sees it. ImageInvalidError for whatever is refused."""
-    with path.open("rb") as file:
-        size = parse_qcow2(file.read(_HEADER.size + _EXTENSION.size), file_bytes=path.stat().st_size)
+    size = qcow2_size(path)
     _check_tables(path)
     return size
+
+
+def qcow2_size(path: Path) -> int:
+    """The same by its header alone: that it names no other file, and may be used. ImageInvalidError."""
+    with path.open("rb") as file:
+        return parse_qcow2(file.read(_HEADER.size + _EXTENSION.size), file_bytes=path.stat().st_size)
 
 
 def parse_qcow2(head: bytes, *, file_bytes: int) -> int:

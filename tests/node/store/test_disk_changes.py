@@ -13,6 +13,7 @@ import pytest
 
 from opendsec.errors import DiskFullError, ImageInvalidError, InvalidSpecError
 from opendsec.model.image import DiskFormat, Image, Machine
+from opendsec.store import disk_changes
 from opendsec.store.disk_changes import Written, make_overlay, on_top_of, pack_change, stage_change
 from opendsec.store.disks import DiskRequest, import_disk
 from opendsec.store.fsck import check
@@ -133,6 +134,26 @@ def test_a_hostile_overlay_is_refused_by_name_and_nothing_of_it_stays(store: Ima
         with store.staging() as work, pytest.raises(ImageInvalidError, match=words):
             stage_change(store, work, overlay, size_bytes=size)
     assert not [name for name in os.listdir(store.layout.staging) if not name.endswith(".lock")]
+
+
+@pytest.mark.parametrize(
+    ("at", "words"), [(8, "backing file"), (72, "another file"), (24, "another than it was started with")]
+)
+def test_what_the_program_made_that_read_it_is_not_believed(
+    store: ImageStore, disk: Path, monkeypatch: pytest.MonkeyPatch, at: int, words: str
+) -> None:
+    """As if the overlay had taken over the program: its file names another one, or is larger."""
+    overlay = disk / "overlay"
+    make_overlay(overlay, 16 * CLUSTER)
+    subprocess.run(["qemu-io", "-f", "qcow2", "-c", f"write -P 1 0 {CLUSTER}", str(overlay)], check=True)
+    values = {8: 1 << 20, 72: 4, 24: 32 * CLUSTER}
+
+    def taken_over(target: int, *_: object, **__: object) -> None:
+        os.pwrite(target, struct.pack(">Q", values[at]), at)
+
+    monkeypatch.setattr(disk_changes, "_lay_over", taken_over)
+    with store.staging() as work, pytest.raises(ImageInvalidError, match=words):
+        stage_change(store, work, overlay, size_bytes=16 * CLUSTER)
 
 
 def test_what_a_chain_needs_is_kept_and_checked_and_then_it_goes(store: ImageStore, disk: Path) -> None:
