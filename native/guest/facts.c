@@ -2,8 +2,9 @@
  * The files about the machine: host name, hosts, resolvers, machine id, boot id, generation.
  *
  * All but the last two lie in a layer of their own above the image's, so they are ordinary files inside and never part
- * of what the sandbox has written; a machine with a disk of its own has them there, and only those two are ours. They are renewed in place, the same inode: a program that has one open reads the new
- * text, and a file the sandbox has changed is its own from then on.
+ * of what the sandbox has written; a machine with a disk of its own has them there, and only those two are ours. They are
+ * renewed in place, the same inode: a program that has one open reads the new text, and a file the sandbox has changed
+ * is its own from then on.
  */
 #include <errno.h>
 #include <fcntl.h>

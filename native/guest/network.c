@@ -3,8 +3,8 @@
  *
  * A card that is up stays up: Linux 6.12 waits for virtio-net's work items when the card goes down, while it holds the
  * lock they need, and after a restore the VMM may have caused one. Old addresses are removed one by one, and the last
- * one takes the card's routes along. In a machine that runs all of it is done by a child: a kernel that does not come back is an error in
- * time, not an agent that hangs.
+ * one takes the card's routes along. In a machine that runs all of it is done by a child: a kernel that does not come
+ * back is an error in time, not an agent that hangs.
  *
  * The card is what was eth0 at first. The sandbox may have renamed it since; one it has moved into a namespace of its own
  * is left to it.

@@ -24,7 +24,7 @@
 
 #define EXT4_IOC_RESIZE_FS _IOW('f', 16, uint64_t)
 
-enum { BLOCK_SECTORS = 8, TABLE_AT = 446 + 16 + 12 }; /* of the file system; of the second partition's size in an MBR */
+enum { BLOCK_SECTORS = 8, START_AT = 446 + 16 + 8, SIZE_AT = START_AT + 4 }; /* of the file system; of the second partition in an MBR */
 enum { DISK_WAIT_MS = 20000, DISK_STEP_MS = 5, PATH_ROOM = 300, RESERVE_KIB = 8 * 1024, SAFE = MS_NOSUID | MS_NODEV | MS_NOEXEC };
 
 static bool mount_layer(size_t number, const struct layer *layer, struct problem *problem) {
@@ -191,16 +191,22 @@ static uint64_t sectors(const char *name, const char *what) {
     return machine_read(path, text, sizeof text) ? strtoull(text, NULL, 10) : 0;
 }
 
+static bool is_in_table(int fd, uint64_t start, uint64_t size) {
+    unsigned char said[8], wanted[8] = {start & 255, start >> 8 & 255, start >> 16 & 255, start >> 24 & 255,
+                                        size & 255, size >> 8 & 255, size >> 16 & 255, size >> 24 & 255};
+    return start <= UINT32_MAX && pread(fd, said, sizeof said, START_AT) == sizeof said && memcmp(said, wanted, sizeof said) == 0;
+}
+
 /*
  * The sandbox's disk may be larger than its image was made: the last partition, which is the root's, is made as large as
  * there is room, in the table (an MBR's, where it is the second) and in the kernel. A disk that cannot be read or written
- * stays as it is.
+ * stays as it is, and so does one with a table of another kind.
  */
 static void grow_partition(const char *device) {
     char whole[64];
     snprintf(whole, sizeof whole, "%s", device);
     size_t length = strlen(whole);
-    if (length < 2 || whole[length - 1] != '2') return;
+    if (strncmp(device, "/dev/", 5) != 0 || length < 7 || whole[length - 1] != '2') return;
     whole[length - 1] = '\0';
     uint64_t start = sectors(device + 5, "start"), size = sectors(device + 5, "size"), disk = sectors(whole + 5, "size");
     if (!start || disk <= start + size || disk - start > UINT32_MAX) return;
@@ -209,14 +215,15 @@ static void grow_partition(const char *device) {
     struct blkpg_partition partition = {.start = (long long)start * 512, .length = (long long)wanted * 512, .pno = 2};
     struct blkpg_ioctl_arg request = {.op = BLKPG_RESIZE_PARTITION, .datalen = sizeof partition, .data = &partition};
     int fd = wanted > size ? open(whole, O_RDWR | O_CLOEXEC) : -1;
-    if (fd >= 0 && pwrite(fd, text, sizeof text, TABLE_AT) == sizeof text && fsync(fd) == 0) ioctl(fd, BLKPG, &request);
+    bool written = fd >= 0 && is_in_table(fd, start, size) && pwrite(fd, text, sizeof text, SIZE_AT) == sizeof text;
+    if (written && fsync(fd) == 0) ioctl(fd, BLKPG, &request);
     if (fd >= 0) close(fd);
 }
 
 /* The file system follows its partition. */
 static void grow_files(const char *device) {
-    uint64_t blocks = sectors(device + 5, "size") / BLOCK_SECTORS;
-    int fd = open("/w", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    uint64_t blocks = strncmp(device, "/dev/", 5) == 0 ? sectors(device + 5, "size") / BLOCK_SECTORS : 0;
+    int fd = blocks ? open("/w", O_RDONLY | O_DIRECTORY | O_CLOEXEC) : -1;
     struct statfs info;
     if (fd >= 0 && fstatfs(fd, &info) == 0 && info.f_bsize == BLOCK_SECTORS * 512 && ioctl(fd, EXT4_IOC_RESIZE_FS, &blocks) < 0)
         dprintf(2, "opendsec-guest: the root is not made larger: %s\n", strerror(errno));
