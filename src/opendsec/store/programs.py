@@ -7,6 +7,7 @@ size costs nothing. It refuses shells and inherits nothing but the environment i
 
 from __future__ import annotations
 
+import fcntl
 import os
 import select
 import selectors
@@ -15,7 +16,7 @@ import signal
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -134,8 +135,10 @@ def _spawn(
     stderr: int | None,
     fds: Mapping[int, int] | None = None,
 ) -> int:
-    null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-    try:
+    with ExitStack() as stack:
+        null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        stack.callback(os.close, null)
+        given = _out_of_the_way(fds or {}, stack)
         return os.posix_spawn(
             argv[0],
             list(argv),
@@ -144,12 +147,20 @@ def _spawn(
                 (os.POSIX_SPAWN_DUP2, null if stdin is None else stdin, 0),
                 (os.POSIX_SPAWN_DUP2, stdout, 1),
                 (os.POSIX_SPAWN_DUP2, null if stderr is None else stderr, 2),
-                *((os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in (fds or {}).items()),
+                *((os.POSIX_SPAWN_DUP2, ours, theirs) for theirs, ours in given.items()),
             ],
             setsid=True,
         )
-    finally:
-        os.close(null)
+
+
+def _out_of_the_way(fds: Mapping[int, int], stack: ExitStack) -> dict[int, int]:
+    """The same files under numbers that none of the program's has: a process with many open files has any number, and
+    one would be overwritten before it is passed on."""
+    given = {}
+    for theirs, ours in fds.items():
+        given[theirs] = fcntl.fcntl(ours, fcntl.F_DUPFD_CLOEXEC, max(fds) + 1)
+        stack.callback(os.close, given[theirs])
+    return given
 
 
 @contextmanager
