@@ -36,6 +36,7 @@ from opendsec.backends.fullvm_renewal import renew
 from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
 from opendsec.backends.fullvm_stillness import quiet
 from opendsec.backends.ground import Ground, network_of
+from opendsec.backends.microvm_turns import Turns
 from opendsec.errors import (
     BackendUnavailableError,
     HostCapabilityError,
@@ -58,7 +59,7 @@ from opendsec.model.spec import BackendKind
 from opendsec.store.disk_changes import Written
 from opendsec.store.durable import disk_full_named
 from opendsec.store.mounts import LayerMounts
-from opendsec.vm.q35 import OVERLAY, Q35, Places
+from opendsec.vm.q35 import OVERLAY, Q35, Places, Q35Machine
 from opendsec.vm.q35_line import Q35Spec, memory_limit_mib, size_of_disk
 from opendsec.vm.q35_room import Entered
 from opendsec.vm.q35_saved import check_saved, describe, read_saved, write_saved
@@ -108,6 +109,7 @@ class FullVmBackend(Backend):
         self._boot_id = ""
         self._reasons: list[str] = []
         self._live: dict[SandboxId, Live] = {}
+        self._finding = Turns()
 
     @property
     def capabilities(self) -> frozenset[Capability]:
@@ -325,7 +327,8 @@ class FullVmBackend(Backend):
         self, sandbox_id: SandboxId, handle: Handle | None, *, state_dir: Path, run_dir: Path, slot: int
     ) -> None:
         self._groups.kill(sandbox_id)
-        await self._forget(sandbox_id)
+        async with self._finding.of(sandbox_id):
+            await self._forget(sandbox_id)
         try:
             await self._groups.wait_empty(sandbox_id, timeout_s=GONE_TIMEOUT_S)
             if self._may_network and self._networks.may_be_attached(slot):
@@ -383,20 +386,30 @@ class FullVmBackend(Backend):
 
     async def _found(self, handle: Handle) -> Live | None:
         """The machine, also one an earlier process started. None: it is gone."""
+        async with self._finding.of(handle.sandbox_id):
+            return await self._found_alone(handle)
+
+    async def _found_alone(self, handle: Handle) -> Live | None:
         live = self._live.get(handle.sandbox_id)
         data = handle.data
         if live is None and data["boot_id"] == self._boot_id:
             identity = ProcessIdentity(int(data["pid"]), int(data["start_ticks"]))
             machine = self._qemu.find(identity, Path(str(data["run"])))
             if machine is not None:
-                await asyncio.to_thread(self._layers.hold, layers_in(handle))
-                console = await MachineConsole.connect(machine, Path(str(data["state"])))
-                live = Live(machine=machine, console=console, agent=shape_in(handle).machine.agent)
-                self._live[handle.sandbox_id] = live
+                live = self._live[handle.sandbox_id] = await self._taken_over(handle, machine)
         if live is not None and live.machine.has_ended():
             await self._forget(handle.sandbox_id)
             return None
         return live
+
+    async def _taken_over(self, handle: Handle, machine: Q35Machine) -> Live:
+        try:
+            await asyncio.to_thread(self._layers.hold, layers_in(handle))
+            console = await MachineConsole.connect(machine, Path(str(handle.data["state"])))
+        except BaseException:
+            machine.release()
+            raise
+        return Live(machine=machine, console=console, agent=shape_in(handle).machine.agent)
 
     async def _required(self, handle: Handle) -> Live:
         live = await self._found(handle)

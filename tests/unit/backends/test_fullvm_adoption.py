@@ -13,7 +13,7 @@ from typing import cast
 
 import pytest
 
-from opendsec.backends import fullvm_meeting
+from opendsec.backends import fullvm, fullvm_meeting
 from opendsec.backends.base import Handle
 from opendsec.backends.fullvm import FullVmBackend
 from opendsec.backends.fullvm_console import MachineConsole
@@ -50,6 +50,44 @@ async def test_a_hung_agent_is_not_waited_for_long(tmp_path: Path, monkeypatch: 
         async with asyncio.timeout(30):
             with pytest.raises(GuestLostError):
                 await backend.recover(handle)
+
+
+async def test_a_machine_is_taken_over_once_whoever_asks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    connecting, held = 0, asyncio.Event()
+
+    async def connect(*_: object) -> MachineConsole:
+        nonlocal connecting
+        connecting += 1
+        await held.wait()
+        return cast("MachineConsole", None)
+
+    monkeypatch.setattr(MachineConsole, "connect", connect)
+    monkeypatch.setattr(fullvm, "shape_in", lambda _: SimpleNamespace(machine=SimpleNamespace(agent=True)))
+    backend = FullVmBackend(
+        layers=cast("LayerMounts", SimpleNamespace(hold=lambda _: None)),
+        state_dir=tmp_path,
+        run_dir=tmp_path,
+        host_state_dir=tmp_path,
+        ground=Ground(tmp_path),
+    )
+    monkeypatch.setattr(backend._qemu, "find", lambda *_: _machine())
+    data: dict[str, str | int] = {
+        "run": str(tmp_path),
+        "state": str(tmp_path),
+        "boot_id": "",
+        "pid": 1,
+        "start_ticks": 1,
+    }
+    handle = Handle(backend=BackendKind.FULLVM, sandbox_id=new_sandbox_id("local"), data=data)
+    async with asyncio.TaskGroup() as group:
+        asking = [group.create_task(backend._found(handle)) for _ in range(3)]
+        while not connecting:
+            await asyncio.sleep(0.001)
+        held.set()
+    found = [task.result() for task in asking]
+    assert found == [backend._live[handle.sandbox_id]] * 3
+    assert all(one is found[0] for one in found)
+    assert connecting == 1
 
 
 async def test_an_agent_that_is_there_and_silent_is_given_up_for_good(tmp_path: Path) -> None:
