@@ -19,7 +19,7 @@ enum { SOCKET = 3, ROOT = WORKER_ROOT, STEP_MS = 2 };
 
 static uint64_t deadline_ns;
 static int drive = -1;
-static bool drive_is_frozen;
+static bool is_our_turn, drive_is_frozen;
 
 static bool write_text_at(const char *path, const char *text) {
     int fd = openat(ROOT, path, O_WRONLY | O_CLOEXEC);
@@ -29,6 +29,7 @@ static bool write_text_at(const char *path, const char *text) {
 }
 
 static void thaw(void) {
+    if (!is_our_turn) return;
     if (drive_is_frozen) ioctl(drive, FITHAW, 0);
     drive_is_frozen = false;
     write_text_at("c/sandbox/cgroup.freeze", "0");
@@ -53,21 +54,32 @@ static int left_ms(void) {
     return now >= deadline_ns ? 0 : (int)((deadline_ns - now) / 1000000 + 1);
 }
 
-/* True: the host said END. False: the time is over. Ends the process when the host is gone. */
-static bool wait_for_end(void) {
+/* Waits so long for the host. True: it said END. Ends the process when the host is gone. */
+static bool host_said_end(int wait_ms) {
     struct pollfd host = {.fd = SOCKET, .events = POLLIN};
-    while (left_ms()) {
-        char type;
-        if (poll(&host, 1, left_ms()) <= 0) continue;
-        ssize_t count = recv(SOCKET, &type, 1, MSG_DONTWAIT);
-        if (count < 0 && (errno == EAGAIN || errno == EINTR)) continue;
-        if (count <= 0) {
-            thaw();
-            _exit(0);
-        }
-        if (type == FRAME_END) return true;
+    char type;
+    if (poll(&host, 1, wait_ms) <= 0) return false;
+    ssize_t count = recv(SOCKET, &type, 1, MSG_DONTWAIT);
+    if (count < 0 && (errno == EAGAIN || errno == EINTR)) return false;
+    if (count <= 0) {
+        thaw();
+        _exit(0);
     }
-    return false;
+    return type == FRAME_END;
+}
+
+/* Until the next look. The host may be gone, or have changed its mind, before anything stands still. */
+static void step(int error, const char *what) {
+    if (!left_ms()) fail(error, what);
+    if (host_said_end(STEP_MS)) fail(ECANCELED, what);
+}
+
+/* One that was before, and lost its host, is thawing still. */
+static void take_turn(void) {
+    drive = openat(ROOT, "w", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
+    if (drive < 0) worker_fail("the writable drive");
+    while (flock(drive, LOCK_EX | LOCK_NB) < 0) step(EBUSY, "the writable drive");
+    is_our_turn = true;
 }
 
 static void stay_alive(void) {
@@ -78,17 +90,16 @@ void file_freeze(struct request *request) {
     stay_alive();
     uint64_t most = request->has_length && request->length < 3600000 ? request->length : 3600000;
     deadline_ns = now_ns() + most * 1000000;
-    drive = openat(ROOT, "w", O_RDONLY | O_DIRECTORY | O_CLOEXEC);
-    if (drive < 0 || flock(drive, LOCK_EX | LOCK_NB) < 0) worker_fail_with(drive < 0 ? errno : EBUSY, "the writable drive");
+    take_turn();
+    worker_leaving = thaw;
     if (!write_text_at("c/sandbox/cgroup.freeze", "1")) fail(errno, "the sandbox's processes");
-    while (!is_held()) {
-        if (!left_ms()) fail(ETIMEDOUT, "the sandbox's processes");
-        usleep(STEP_MS * 1000);
-    }
+    while (!is_held()) step(ETIMEDOUT, "the sandbox's processes");
     if (ioctl(drive, FIFREEZE, 0) < 0) fail(errno, "the writable drive");
     drive_is_frozen = true;
     worker_answer(NULL);
-    if (!wait_for_end()) fail(ETIMEDOUT, "the freeze ran out");
+    while (!host_said_end(left_ms())) {
+        if (!left_ms()) fail(ETIMEDOUT, "the freeze ran out");
+    }
     thaw();
     worker_end();
 }

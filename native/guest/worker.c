@@ -35,6 +35,8 @@ static const struct operation operations[] = {
 static char piece[1 + WORKER_PIECE];
 static size_t gathered;
 
+void (*worker_leaving)(void);
+
 static void take_field(struct request *request, struct cursor *cursor, const struct field *field) {
     switch (field->tag) {
         case TAG_OP: request->op = field->data; break;
@@ -125,7 +127,9 @@ static void message_send(uint8_t type, const void *bytes, size_t length) {
     char first = (char)type;
     struct iovec pieces[2] = {{&first, 1}, {(void *)(uintptr_t)bytes, length}};
     struct msghdr message = {.msg_iov = pieces, .msg_iovlen = 2};
-    if (sendmsg(SOCKET, &message, MSG_NOSIGNAL) < 0) _exit(0); /* cancelled */
+    if (sendmsg(SOCKET, &message, MSG_NOSIGNAL) >= 0) return;
+    if (worker_leaving) worker_leaving(); /* cancelled */
+    _exit(0);
 }
 
 void worker_fail_with(int error, const char *path) {

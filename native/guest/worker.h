@@ -41,6 +41,8 @@ void worker_put(const void *bytes, size_t length);
 void worker_flush(void);
 /* The next piece of the host's stream: false at END. Ends the worker by `abandon` when the agent is gone or cancels. */
 bool worker_take(char **bytes, size_t *length, void (*abandon)(void));
+/* Called before a worker ends because nobody takes its answers any more; NULL: nothing to undo. */
+extern void (*worker_leaving)(void);
 /* Waits for `fd` to be readable; the worker ends when the agent lets it go. */
 void worker_wait(int fd);
 

@@ -94,7 +94,7 @@ async def test_a_freeze_ends_by_itself_and_says_so(channel: Channel, shell: Shel
     async def too_long() -> None:
         async with channel.frozen(timeout_ms=700):
             with pytest.raises(GuestError, match="busy"):
-                await channel.frozen().__aenter__()
+                await channel.frozen(timeout_ms=1).__aenter__()
             assert (await shell.run("echo late >/late; echo on")).stdout == b"on\n"
 
     with pytest.raises(GuestError) as caught:
@@ -111,6 +111,19 @@ async def test_a_freeze_ends_with_the_connection(machine: Machine, channel: Chan
         again = await machine.channel()
         assert (await Shell(again, shell.new_id()).run("echo on >/on; cat /on")).stdout == b"on\n"
         await again.aclose()
+
+
+async def test_a_freeze_that_nobody_waits_for_any_more_holds_nothing(channel: Channel, shell: Shell) -> None:
+    """Cancelled before its answer, at moments that differ; the next freeze comes while the last one thaws."""
+    async with asyncio.timeout(120):
+        for moment_s in (0, 0, 0.002, 0.005, 0.01, 0.02):
+            asking = asyncio.ensure_future(channel.frozen().__aenter__())
+            await asyncio.sleep(moment_s)
+            asking.cancel()
+            await asyncio.wait({asking})
+            async with channel.frozen():
+                pass
+            assert (await shell.run("echo on >/on; sync; cat /on")).stdout == b"on\n"
 
 
 @pytest.mark.loop
