@@ -65,6 +65,18 @@ def copy_sparse(source: Path, target: Path) -> None:
         os.close(reader)
 
 
+def make_own(path: Path) -> None:
+    """Put a copy in the place of a file that somebody else wrote, who may keep it open: nobody but this process has
+    ever had the copy open, and others may start from it. Raises OSError, DiskFullError.
+    """
+    own = path.with_name(f".{path.name}")
+    try:
+        copy_sparse(path, own)
+        own.replace(path)
+    finally:
+        own.unlink(missing_ok=True)
+
+
 def _cloned(reader: int, writer: int) -> bool:
     try:
         fcntl.ioctl(writer, _FICLONE, reader)

@@ -29,7 +29,7 @@ from opendsec.guest.channel import Channel, greet
 from opendsec.linux import process
 from opendsec.linux.process import ProcessIdentity
 from opendsec.store.durable import NO_LINKS
-from opendsec.store.sparse import copy_sparse
+from opendsec.store.sparse import make_own
 from opendsec.vm import firecracker_saved, sparse
 from opendsec.vm.base import Binding, MachineSpec, Vm
 from opendsec.vm.firecracker_api import Api, ApiError, ApiGoneError
@@ -289,7 +289,7 @@ class FirecrackerVm(Vm):
         memory = target / MEMORY
         if whole and self._record.jailed:
             for name in (STATE, MEMORY):
-                _make_own(target / name)
+                make_own(target / name)
         if base:
             firecracker_saved.complete_changes(memory, self._older)
         if whole:
@@ -379,18 +379,6 @@ def _must_be_plain(target: Path) -> None:
         status = entry.lstat()
         if entry.name not in (STATE, MEMORY) or not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
             raise OSError(errno.EPERM, f"{entry.name!r} is nothing that Firecracker writes")
-
-
-def _make_own(path: Path) -> None:
-    """Others start from what is saved whole, and the VMM that wrote it may keep it open: a copy is put in its place,
-    which nobody but this process has ever had open. Raises OSError, DiskFullError.
-    """
-    own = path.with_name(f".{path.name}")
-    try:
-        copy_sparse(path, own)
-        own.replace(path)
-    finally:
-        own.unlink(missing_ok=True)
 
 
 async def _line(sock: socket.socket) -> bytes:

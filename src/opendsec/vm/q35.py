@@ -30,7 +30,7 @@ from opendsec.model.image import Firmware
 from opendsec.store.disk_changes import make_overlay
 from opendsec.store.durable import disk_full_named
 from opendsec.store.programs import find_program
-from opendsec.store.sparse import copy_sparse
+from opendsec.store.sparse import copy_sparse, make_own
 from opendsec.vm import q35_line
 from opendsec.vm.base import Accelerator, Binding
 from opendsec.vm.kvm import Kvm, usable_kvm
@@ -336,6 +336,7 @@ class Q35Machine:
                 finally:
                     # Also one that was paused: only then are its files its own again.
                     await self._execute(*(("cont",) if running else ("cont", "stop")))
+                await asyncio.to_thread(make_own, target / STATE)  # while it goes on
         except MonitorError as error:
             raise NodeError(f"QEMU does not save the machine: {error}") from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -16,6 +17,7 @@ from opendsec.linux import process
 from opendsec.model.screen import Action, ActionKind
 from opendsec.vm.display import act, take_picture
 from opendsec.vm.q35 import AGENT_SOCKET, OVERLAY, QMP_SOCKET, STATE, Q35Machine
+from opendsec.vm.qmp import Monitor
 
 pytestmark = [pytest.mark.anyio, pytest.mark.qemu]
 PROGRAM = Path("/usr/bin/qemu-system-x86_64")
@@ -117,6 +119,33 @@ async def test_a_save_leaves_the_monitor_free_and_what_needs_a_turn_waits_for_it
     assert not await machine.is_paused()
     assert (target / OVERLAY).read_bytes() == b"disk"
     assert (target / STATE).stat().st_size > 0
+
+
+async def test_nothing_saved_is_a_file_the_machine_could_still_write(
+    machine: Q35Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kept: list[int] = []
+    give = Monitor.give
+
+    async def keeping(self: Monitor, name: str, fd: int) -> None:
+        kept.append(os.dup(fd))
+        await give(self, name, fd)
+
+    monkeypatch.setattr(Monitor, "give", keeping)
+    (tmp_path / OVERLAY).write_bytes(b"disk")
+    target = tmp_path / "target"
+    target.mkdir()
+    try:
+        await machine.save(target, tmp_path)
+        (fd,) = kept
+        saved = (target / STATE).read_bytes()
+        assert len(saved) == os.fstat(fd).st_size > 0
+        os.pwrite(fd, b"something else", 0)
+        assert (target / STATE).read_bytes() == saved
+        assert sorted(path.name for path in target.iterdir()) == sorted((OVERLAY, STATE))
+    finally:
+        for fd in kept:
+            os.close(fd)
 
 
 async def test_a_save_that_is_given_up_lets_the_machine_go_on(machine: Q35Machine, tmp_path: Path) -> None:
