@@ -11,7 +11,7 @@ from dataclasses import replace
 from opendsec import errors
 from opendsec.edge.outcome import Recorded
 from opendsec.edge.recorder import OutputStream
-from opendsec.guest.base import StartCommand, StdinTaken
+from opendsec.guest.base import Guest, StartCommand, StdinTaken
 from opendsec.model.command import CommandResult, CommandStatus, ExecRequest
 from opendsec.model.ids import CommandId
 from opendsec.model.image import ImageConfig
@@ -20,6 +20,8 @@ from opendsec.wire import codec
 
 DEFAULT_PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 SUMMARY_CHARS = 200
+CARRIED_S = 60.0
+"""How long what is sent to a command waits until its guest knows it."""
 _SHELL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
 
 
@@ -42,6 +44,8 @@ class Command:
         self.stdout, self.stderr = streams
         self.given = False
         """The guest has answered START."""
+        self.carrier: Guest | None = None
+        """The connection that START or ATTACH went over last."""
         self.result: CommandResult | None = None
         self.error: errors.OpenDSecError | None = None
         self.position: int | None = None
@@ -72,6 +76,7 @@ class Command:
 
     def trim(self) -> None:
         """It has ended: of what was asked only what a listing shows is kept in memory; the journal has it all."""
+        self.carrier = None
         request = self.request
         if request.script is not None:
             self.request = replace(request, script=request.script[:SUMMARY_CHARS], env={})
@@ -86,6 +91,35 @@ class Command:
 
     def unwatch(self, event: asyncio.Event) -> None:
         self._watchers.discard(event)
+
+    def carried_by(self, guest: Guest) -> None:
+        """START or ATTACH is about to go over this connection: what is sent on it from now on comes after that. The
+        answer may take as long as a session is busy, and nobody has to wait for it."""
+        self.carrier = guest
+        self.wake()
+
+    async def carried(self, *, wait_s: float = CARRIED_S) -> Guest | None:
+        """The connection on which its guest knows it; None: it has ended. What is sent to it on another, or before
+        START, would be lost. Raises SandboxLostError, which may be tried again, after `wait_s`.
+        """
+        event = self.watch()
+        try:
+            async with asyncio.timeout(wait_s):
+                while not self.done:
+                    if self.carrier is not None and not self.carrier.closed:
+                        return self.carrier
+                    await event.wait()
+                    event.clear()
+        except TimeoutError:
+            raise errors.SandboxLostError(
+                f"{self.command_id} has not been given to the guest agent yet",
+                detail={"command_id": self.command_id},
+                retryable=True,
+                remedy="try again: it is given as soon as the agent answers",
+            ) from None
+        finally:
+            self.unwatch(event)
+        return None
 
     def wake(self) -> None:
         for event in self._watchers:

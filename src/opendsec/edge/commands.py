@@ -52,9 +52,6 @@ MAX_JOURNAL_BYTES = 256 * 1024 * 1024
 class Surroundings(Protocol):
     """What a sandbox offers its commands."""
 
-    @property
-    def guest(self) -> Guest: ...
-
     async def connected(self) -> Guest | None:
         """The present connection, or the first one after a restart; None when the sandbox is ending."""
 
@@ -135,7 +132,7 @@ class CommandBook(KeptCommands):
         self, command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool
     ) -> StdinStatus:
         """See `opendsec.edge.stdin.write_stdin`."""
-        return await write_stdin(lambda: self._around.guest, command, offset, chunks, eof=eof)
+        return await write_stdin(command, offset, chunks, eof=eof)
 
     # A command's life
 
@@ -196,10 +193,12 @@ class CommandBook(KeptCommands):
             if found is not None:
                 command.stdout.skip_to(found.stdout_base)
                 command.stderr.skip_to(found.stderr_base)
+                command.carried_by(guest)
                 await guest.attach(command.number, command.stdout.total, command.stderr.total)
                 command.given = True
             fresh = found is None
         if fresh:
+            command.carried_by(guest)
             await guest.start(command.number, self._plan(command))
             command.given = True
         command.wake()

@@ -20,7 +20,7 @@ from opendsec.edge.node import Node
 from opendsec.edge.recorder import OutputStream
 from opendsec.edge.requests import flag, integer, nothing_else, number, project_of
 from opendsec.edge.sandbox import Sandbox
-from opendsec.guest.base import GuestError
+from opendsec.guest.base import Guest, GuestError
 from opendsec.model.command import ExecRequest, PtySize, check_exec
 from opendsec.server.asgi import Receive, Scope, Send, query, read_body, send_json
 from opendsec.server.streams import while_uploading
@@ -111,8 +111,8 @@ class ExecRoutes:
         signal = codec.decode(await read_body(scope, receive, limit=MAX_JSON_BODY), SignalRequest).signal
         if not 1 <= signal <= 64:
             raise errors.InvalidSpecError(f"signal: {signal} is not between 1 and 64", detail={"field": "signal"})
-        async with sandbox.working() as guest:
-            _refuse_done(command)
+        async with sandbox.working():
+            guest = await _carried(command)
             with _refusals():
                 await guest.signal(command.number, signal)
         await send_json(send, command.status())
@@ -125,8 +125,8 @@ class ExecRoutes:
             raise errors.InvalidSpecError("rows: rows and cols are between 1 and 65535", detail={"field": "rows"})
         if command.request.pty is None:
             raise errors.ConflictError("this command has no terminal", remedy="start it with pty")
-        async with sandbox.working() as guest:
-            _refuse_done(command)
+        async with sandbox.working():
+            guest = await _carried(command)
             with _refusals():
                 await guest.resize(command.number, size.rows, size.cols)
         await send_json(send, command.status())
@@ -139,9 +139,11 @@ class ExecRoutes:
         grace_s = command.request.grace_s if text is None else number(text, "grace", most=3600.0)
         nothing_else(asked)
         if not command.done:
-            async with sandbox.working() as guest:
-                with _refusals():
-                    await guest.kill(command.number, round(grace_s * 1000))
+            async with sandbox.working():
+                guest = await command.carried()
+                if guest is not None:
+                    with _refusals():
+                        await guest.kill(command.number, round(grace_s * 1000))
         await send_json(send, command.status())
 
     def _find(self, sandbox_id: str, command_id: str, scope: Scope) -> tuple[Sandbox, Command]:
@@ -268,9 +270,12 @@ async def _gone(receive: Receive) -> bool:
         return False
 
 
-def _refuse_done(command: Command) -> None:
-    if command.done:
+async def _carried(command: Command) -> Guest:
+    """The connection on which its guest knows it. Raises ConflictError when it has ended, SandboxLostError."""
+    guest = await command.carried()
+    if guest is None:
         raise errors.ConflictError("the command has ended", detail={"command_id": command.command_id})
+    return guest
 
 
 @contextlib.contextmanager

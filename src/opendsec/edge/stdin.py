@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 
 from opendsec import errors
 from opendsec.edge import outcome
 from opendsec.edge.command import Command
-from opendsec.guest.base import CHUNK_BYTES, Guest, GuestError, GuestLostError
+from opendsec.guest.base import CHUNK_BYTES, GuestError, GuestLostError
 from opendsec.wire.contracts import StdinStatus
 
 
-async def write_stdin(
-    present: Callable[[], Guest], command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool
-) -> StdinStatus:
-    """Pass bytes on; what lies below the accepted offset is skipped. Raises ConflictError for a gap, or when
-    stdin is closed.
+async def write_stdin(command: Command, offset: int | None, chunks: AsyncIterator[bytes], *, eof: bool) -> StdinStatus:
+    """Pass bytes on, once the command has begun; what lies below the accepted offset is skipped. Raises ConflictError
+    for a gap, or when stdin is closed, and SandboxLostError, which may be tried again.
     """
     progress = command.stdin
     async with progress.turn:
@@ -33,14 +31,14 @@ async def write_stdin(
         async for chunk in chunks:
             for start in range(0, len(chunk), CHUNK_BYTES):
                 part = chunk[start : start + CHUNK_BYTES]
-                await _put(present, command, position, part, eof=False)
+                await _put(command, position, part, eof=False)
                 position += len(part)
         if eof:
-            await _put(present, command, position, b"", eof=True)
+            await _put(command, position, b"", eof=True)
         return StdinStatus(accepted=progress.accepted, closed=progress.closed)
 
 
-async def _put(present: Callable[[], Guest], command: Command, position: int, data: bytes, *, eof: bool) -> None:
+async def _put(command: Command, position: int, data: bytes, *, eof: bool) -> None:
     progress = command.stdin
     fresh = data[max(0, progress.accepted - position) :] if progress.known else data
     begin = position + len(data) - len(fresh)
@@ -48,10 +46,11 @@ async def _put(present: Callable[[], Guest], command: Command, position: int, da
         return
     if not command.request.stdin and command.request.pty is None:
         raise errors.ConflictError("this command has no stdin", remedy="start it with stdin=true")
-    if command.done or (progress.closed and fresh):
+    guest = await command.carried()
+    if guest is None or (progress.closed and fresh):
         raise errors.ConflictError("the command's stdin is closed", detail={"accepted": progress.accepted})
     try:
-        await present().write_stdin(command.number, begin, fresh, eof=eof)
+        await guest.write_stdin(command.number, begin, fresh, eof=eof)
     except GuestError as exc:
         raise outcome.refusal(exc) from exc
     except GuestLostError as exc:

@@ -8,15 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.unit.edge.edges import created, dummy_spec, edge, until
+from tests.unit.edge.edges import created, dummy_spec, edge, ended, output, until
 
 from opendsec.edge import exec_routes
 from opendsec.edge.exec_routes import ExecRoutes
+from opendsec.edge.journal import Record
 from opendsec.edge.node import Node
 from opendsec.edge.sandbox import Sandbox
-from opendsec.errors import ExecError, NoShellError
-from opendsec.guest.base import GuestError
-from opendsec.model.command import ExecRequest
+from opendsec.errors import ExecError, NoShellError, SandboxLostError
+from opendsec.guest.base import GuestError, StartCommand
+from opendsec.model.command import EndReason, ExecRequest
 from opendsec.model.spec import Lifetime
 from opendsec.server.asgi import ClientGoneError
 from opendsec.wire import codec
@@ -153,6 +154,81 @@ async def test_stdin_nobody_reads_is_given_up_when_its_sender_leaves(node: Node)
     assert writing.result()
     assert not command.stdin.turn.locked()
     assert sandbox.life.busy == 1  # the command itself
+
+
+class SlowJournal:
+    """What is journalled is written when it is let through; no START goes out before."""
+
+    def __init__(self, sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.let_through = asyncio.Event()
+        self._append = sandbox.journal.append
+        monkeypatch.setattr(sandbox.journal, "append", self._appended)
+
+    async def _appended(self, record: Record) -> int:
+        await self.let_through.wait()
+        return await self._append(record)
+
+
+async def test_stdin_waits_for_a_command_that_has_not_begun(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await created(node)
+    late = SlowJournal(sandbox, monkeypatch)
+    command = await sandbox.submit(ExecRequest(script="cat", stdin=True))
+    client = Client("/", b"hello", query="offset=0&eof=true")
+    route = ExecRoutes(node).stdin(sandbox.sandbox_id, "cmd-1", client.scope, client.receive, client.send)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        group.create_task(route)
+        await until(command.stdin.turn.locked)
+        late.let_through.set()
+    assert await output(sandbox, await ended(command)) == b"hello"
+
+
+async def test_one_that_has_not_begun_is_ended_when_it_has(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await created(node)
+    late = SlowJournal(sandbox, monkeypatch)
+    command = await sandbox.submit(ExecRequest(script="sleep 1000"))
+    client = Client("/", query="grace=0")
+    route = ExecRoutes(node).end(sandbox.sandbox_id, "cmd-1", client.scope, client.receive, client.send)
+    async with asyncio.timeout(60), asyncio.TaskGroup() as group:
+        ending = group.create_task(route)
+        await until(lambda: sandbox.life.busy == 2 or ending.done())
+        late.let_through.set()
+    result = (await ended(command)).result
+    assert result is not None
+    assert result.end_reason is EndReason.CANCELLED
+
+
+async def test_one_that_waits_for_its_session_is_ended_at_once(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    sandbox = await created(node)
+    asked: list[int] = []
+
+    async def never(_number: int, _plan: StartCommand) -> int:
+        await asyncio.Event().wait()
+        raise AssertionError
+
+    async def kill(number: int, _grace_ms: int) -> None:
+        asked.append(number)
+
+    monkeypatch.setattr(sandbox.guest, "start", never)
+    monkeypatch.setattr(sandbox.guest, "kill", kill)
+    command = await sandbox.submit(ExecRequest(script="true"))
+    client = Client("/", query="grace=0")
+    await ExecRoutes(node).end(sandbox.sandbox_id, "cmd-1", client.scope, client.receive, client.send)
+    assert asked == [command.number]
+
+
+async def test_what_waits_for_a_command_that_never_begins_is_told_so(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sandbox = await created(node)
+    late = SlowJournal(sandbox, monkeypatch)
+    command = await sandbox.submit(ExecRequest(script="cat", stdin=True))
+    with pytest.raises(SandboxLostError, match="has not been given") as raised:
+        await command.carried(wait_s=0.02)
+    assert raised.value.retryable
+    late.let_through.set()
+    await sandbox.delete()
+    assert command.done
+    assert await command.carried() is None
 
 
 async def test_taking_output_of_an_ended_command_starts_the_idle_time_anew(node: Node) -> None:
