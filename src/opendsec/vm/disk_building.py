@@ -49,7 +49,8 @@ ROOM_MIB = 4096
 KERNEL_LABEL, FROM_LABEL = "opendsec.kernel", "opendsec.from"
 BLOCK = 4096
 _LIBRARIES = ("lib", "usr/lib")
-_COPY_LIMIT_MIB = 16 << 20
+_MOST_MIB = 2 << 20
+"""The table is an MBR, whose numbers of sectors have 32 bits: a larger partition comes out cut short, and never boots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,14 +83,13 @@ def kernel_options() -> str:
 def size_mib(recipe: DiskRecipe, content_bytes: int) -> int:
     """Of the whole disk: whole MiB; tables and the journal take a tenth at most. Raises InvalidSpecError."""
     needed = ROOT_AT // MIB + math.ceil(content_bytes * 1.1 / MIB) + 64
-    if not recipe.size_mib:
-        return needed + ROOM_MIB
-    if not needed <= recipe.size_mib <= _COPY_LIMIT_MIB:
+    wanted = recipe.size_mib or needed + ROOM_MIB
+    if not needed <= wanted <= _MOST_MIB:
         raise InvalidSpecError(
-            f"size_mb: {recipe.size_mib} is not between {needed}, which the image takes, and {_COPY_LIMIT_MIB}",
+            f"size_mb: {wanted} is not between {needed}, which the image takes, and {_MOST_MIB}",
             detail={"field": "size_mb", "least": needed},
         )
-    return recipe.size_mib
+    return wanted
 
 
 def build_disk(

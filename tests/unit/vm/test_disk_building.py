@@ -40,11 +40,16 @@ def test_the_size_is_what_the_image_takes_and_room() -> None:
     assert size_mib(DiskRecipe(image="i", size_mib=500), 100 * MIB) == 500
 
 
-@pytest.mark.parametrize("asked", [1, 192, (16 << 20) + 1])
+@pytest.mark.parametrize("asked", [1, 192, (2 << 20) + 1])  # an MBR holds 2 TiB
 def test_a_size_that_cannot_be_is_refused(asked: int) -> None:
     with pytest.raises(InvalidSpecError, match="size_mb") as refused:
         size_mib(DiskRecipe(image="i", size_mib=asked), 10 * MIB)
     assert refused.value.detail["least"] == ROOT_AT // MIB + 64 + 11
+
+
+def test_an_image_that_no_table_can_hold_is_refused() -> None:
+    with pytest.raises(InvalidSpecError, match="size_mb"):
+        size_mib(DiskRecipe(image="i"), 2 << 40)
 
 
 def test_hard_links_take_their_room_once(tmp_path: Path) -> None:
