@@ -15,8 +15,10 @@ undo() {
     rmdir /sys/fs/cgroup/ods-check 2>/dev/null
 }
 
+trap undo EXIT
+trap 'exit 1' HUP INT TERM
+
 lacks() {
-    undo
     printf '%s\n%s\n' "no Docker daemon can run here: $1" "$2"
     exit 1
 }
@@ -31,6 +33,7 @@ for space in mnt pid net ipc uts cgroup; do
     [ -e "/proc/self/ns/$space" ] || lacks "the guest kernel has no $space namespaces" "$kernel"
 done
 
+undo # names that a check which was killed has left
 mkdir -p "$root"
 work=$(mktemp -d "$root/.ods-check-XXXXXX") || lacks "nothing can be written at $root" "make room there"
 mkdir "$work/lower" "$work/upper" "$work/work" "$work/merged"
@@ -66,5 +69,4 @@ if command -v ip >/dev/null; then
     ip link add ods-check1 type veth peer name ods-check2 2>/dev/null || lacks "the guest kernel has no veth" "$kernel"
     looked="overlay2, bridges and published ports work"
 fi
-undo
 echo "a Docker daemon can run here, its data at $root; $looked"
