@@ -112,12 +112,14 @@ async def test_a_snapshot_starts_others_and_the_source_goes_on(place: Place) -> 
     for source, code in ((target, 0), (target, 0), (parked, 1)):
         plan = replace(place.plan(), snapshot=source)
         started = Sandbox(place.backend, plan, await place.backend.start(plan), last_command=100)
-        assert place.backend.usage(started.running.handle).oom_kills == 0, "its own, before anything ran"
-        assert (await started.run(RECALL)).exit.exit_code == code
-        assert (await started.run("exit 3")).exit.exit_code == 3
-        assert place.backend.usage(started.running.handle).oom_kills == 0, "what its source did is not its own"
-        seen |= set((await started.run(asked)).stdout.split())
-        await place.destroy(plan)
+        try:
+            assert place.backend.usage(started.running.handle).oom_kills == 0, "its own, before anything ran"
+            assert (await started.run(RECALL)).exit.exit_code == code
+            assert (await started.run("exit 3")).exit.exit_code == 3
+            assert place.backend.usage(started.running.handle).oom_kills == 0, "what its source did is not its own"
+            seen |= set((await started.run(asked)).stdout.split())
+        finally:
+            await place.destroy(plan)
     assert len(seen) == 2 * 4, "each has its own"
     await refused_when_damaged(place, target, parked)
     shutil.rmtree(parked)
