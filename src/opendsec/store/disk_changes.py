@@ -54,7 +54,9 @@ def make_overlay(path: Path, size_bytes: int) -> None:
         argv = [find_program("qemu-img"), "create", "-q", "-f", "qcow2", str(path), str(size_bytes)]
         ended = run_program(argv, timeout_s=60)
         if ended.status != 0:
-            raise OSError(f"qemu-img create: {'; '.join(ended.tail[-3:]) or ended.status}")
+            words = "; ".join(ended.tail[-3:]) or f"status {ended.status}"
+            number = errno.ENOSPC if os.strerror(errno.ENOSPC) in words else errno.EIO
+            raise OSError(number, f"qemu-img create: {words}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,6 +13,7 @@ import pytest
 
 from opendsec.errors import DiskFullError
 from opendsec.model.image import ImageConfig
+from opendsec.store.disk_changes import make_overlay
 from opendsec.store.fsck import check
 from opendsec.store.gc import collect
 from opendsec.store.images import ImageStore
@@ -117,3 +118,11 @@ def test_a_lease_that_cannot_be_written_is_an_error_and_the_old_one_stays(small:
     filler.unlink()
     collect(store, grace_s=0)
     assert len(list((store.root / "data/sha256").iterdir())) == 31
+
+
+def test_a_disk_without_room_for_an_overlay_is_named(small: Path) -> None:
+    with contextlib.suppress(OSError), (small / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(4096)):
+            pass
+    with pytest.raises(DiskFullError):
+        make_overlay(small / "overlay", 1 << 30)
