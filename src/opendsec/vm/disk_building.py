@@ -50,7 +50,7 @@ KERNEL_LABEL, FROM_LABEL = "opendsec.kernel", "opendsec.from"
 BLOCK = 4096
 _LIBRARIES = ("lib", "usr/lib")
 _MOST_MIB = 2 << 20
-"""The table is an MBR, whose numbers of sectors have 32 bits: a larger partition comes out cut short, and never boots."""
+"""The table is an MBR, with 32 bits for a number of sectors: a larger partition is cut short, and never boots."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
