@@ -93,13 +93,14 @@ def call_may_go_elsewhere(error: errors.OpenDSecError) -> bool:
 def refusal(reasons: Mapping[str, errors.OpenDSecError]) -> errors.OpenDSecError:
     """One error for 'no edge took it':
 
-    the edges' own when they agree that it is not about room, else UnschedulableError.
+    the edges' own when they agree that it is not about room, or that there never will be any, else UnschedulableError.
     """
     if not reasons:
         return errors.UnschedulableError("no edge is known", remedy="start one, or name it in OPENDSEC_EDGES")
     kinds = {type(error) for error in reasons.values()}
     first = next(iter(reasons.values()))
-    if len(kinds) == 1 and not isinstance(first, (errors.CapacityError, errors.ConnectError)):
+    about_room = isinstance(first, (errors.CapacityError, errors.ConnectError))
+    if len(kinds) == 1 and not (about_room and any(error.retryable for error in reasons.values())):
         return first
     told = {name: str(error) for name, error in reasons.items()}
     return errors.UnschedulableError(

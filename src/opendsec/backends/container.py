@@ -158,6 +158,9 @@ class ContainerBackend(Backend):
             raise HostCapabilityError(
                 f"the container backend cannot be prepared: {error}", detail={"probe": "prepare"}
             ) from error
+        except BaseException:
+            await self.close()
+            raise
 
     async def close(self) -> None:
         if self._shared is not None:

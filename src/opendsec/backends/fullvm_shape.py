@@ -34,7 +34,7 @@ def machine_of(plan: StartPlan) -> Machine:
         raise InvalidSpecError(
             f"image: {plan.image.name!r} is no disk; a full VM starts from one",
             detail={"field": "image"},
-            remedy="import one with `opendsec image import --disk`",
+            remedy=f"make one of it with `opendsec image build-disk NAME --from {plan.image.name}`",
         )
     if len(os.fsencode(plan.run_dir / AGENT_SOCKET)) > MAX_SOCKET_PATH:
         raise HostCapabilityError(

@@ -67,9 +67,15 @@ def run(
         "toolkits": options.chosen_toolkits(toolkits, no_toolkits),
     }
     variables = options.pairs(env, "--env")
+    source = context.get_parameter_source("backend")
+    named = source is not None and source.name != "DEFAULT"
 
     async def main(client: DSecClient) -> int:
         args = await _args(client, None if snapshot else image, snapshot, backend=backend, network=network, **given)
+        if snapshot is not None and named and args.to_spec().backend is not backend:
+            raise typer.BadParameter(
+                f"the snapshot {snapshot} was made by the {args.to_spec().backend} backend", param_hint="--backend"
+            )
         if not keep:
             async with client.sandbox(args) as sandbox:
                 return await _run(

@@ -17,6 +17,17 @@ def must(holds: bool, field: str, kind: str) -> None:
         raise InvalidSpecError(f"{field}: is not {kind}", detail={"field": field})
 
 
+def check_class(args: object, wanted: type) -> None:
+    """Arguments of another kind of sandbox would start one with other isolation than the call names. Raises
+    InvalidSpecError."""
+    if not isinstance(args, wanted):
+        raise InvalidSpecError(
+            f"args: {wanted.__name__} is wanted here, {type(args).__name__} was given",
+            detail={"field": "args"},
+            remedy=f"give {wanted.__name__}, or use `run` or `sandbox`, which take the arguments of any kind",
+        )
+
+
 def is_list(value: object) -> bool:
     """Text and bytes are sequences, too, and never what is meant."""
     return isinstance(value, Sequence) and not isinstance(value, (str, bytes, bytearray, memoryview))

@@ -82,6 +82,19 @@ def check_supported(spec: SandboxSpec, capabilities: frozenset[Capability]) -> N
             )
 
 
+def check_memory(spec: SandboxSpec, facts: NodeFacts) -> None:
+    """Raise UnschedulableError for a virtual machine with more memory than this host has: it is the guest's from its
+    start, and no cap. Another edge may have it; asking this one again is of no use."""
+    asked = spec.resources.memory_limit_mb or 0
+    if spec.backend in (BackendKind.MICROVM, BackendKind.FULLVM) and asked > facts.memory_total_mb:
+        raise UnschedulableError(
+            f"memory_limit_mb: {asked} MiB were asked for, and this host has {facts.memory_total_mb}",
+            detail={"field": "memory_limit_mb"},
+            remedy="ask for less: a virtual machine has its memory from the start",
+            retryable=False,
+        )
+
+
 def check_image(spec: SandboxSpec, image: Image) -> None:
     """Raise InvalidSpecError when the image is of the wrong kind for the backend: full VMs start from whole disks, and
     nothing else does."""
@@ -93,7 +106,8 @@ def check_image(spec: SandboxSpec, image: Image) -> None:
         raise InvalidSpecError(
             f"image: {spec.image!r} is made of layers of files, and a full VM starts from a whole disk",
             detail=detail,
-            remedy="run it with the backend container or microvm, or import a disk with `opendsec image import --disk`",
+            remedy="run it with the backend container or microvm; or make a disk of it with "
+            f"`opendsec image build-disk NAME --from {spec.image}`, or import one with `opendsec image import --disk`",
         )
     raise InvalidSpecError(
         f"image: {spec.image!r} is a whole disk, which the {spec.backend.value} backend cannot start from",

@@ -194,6 +194,7 @@ class Node:
             self._admit()
             start = await self._start_of(spec, project, backend, base)
             admission.check_image(start.spec, start.image)
+            admission.check_memory(start.spec, self._facts)
             if sandbox_id not in self._sandboxes:
                 self._check(spec, sandbox_id)
                 self._admit()  # others were admitted while the image was looked up

@@ -29,6 +29,8 @@ def test_a_snapshot_from_the_command_line(cli: Cli, sandbox: str) -> None:
     refused = cli("run", "--snapshot", "warm", "--memory", "64", "--", "true")
     assert b"memory_limit_mb: is what it was" in refused.stderr
     assert b"made without a network" in cli("run", "--snapshot", "warm", "--network", "--", "true").stderr
+    other = cli("run", "--backend", "microvm", "--snapshot", "warm", "--", "true")
+    assert (b"was made by the dummy backend" in other.stderr, other.returncode) == (True, 2), other.stderr
     cold = cli("run", "--snapshot", "cold", "--", "true")
     assert (b"no snapshot 'cold'" in cold.stderr, cold.returncode) == (True, 125)
     for words in (["debian", "--", "true"], ["--keep", "debian", "--", "true"]):

@@ -57,3 +57,6 @@ def test_a_refusal_is_one_error_with_each_edge_s_reason() -> None:
     missing = errors.ImageNotFoundError("no image x")
     assert refusal({"a": missing, "b": errors.ImageNotFoundError("no image x")}) is missing
     assert isinstance(refusal({}), errors.UnschedulableError)
+    never = errors.UnschedulableError("larger than the host", retryable=False)
+    assert refusal({"a": never}) is never
+    assert refusal({"a": never, "b": errors.UnschedulableError("full")}).retryable

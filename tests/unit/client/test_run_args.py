@@ -157,3 +157,21 @@ def test_so_are_those_of_a_call() -> None:
         for field, call in calls:
             with pytest.raises(InvalidSpecError, match=f"^{field}: "):
                 call()
+
+
+def test_arguments_of_another_kind_start_nothing() -> None:
+    """A sandbox with less isolation than the call names would be the worst of surprises."""
+    client = sync.DSecClient(api_url="http://127.0.0.1:9", api_key="k")
+    calls: list[tuple[type[DSecRunArgs], Callable[[DSecRunArgs], object]]] = [
+        (DSecContainerRunArgs, client.run_container),  # type: ignore[list-item]
+        (DSecMicroVMRunArgs, client.run_microvm),  # type: ignore[list-item]
+        (DSecFullVMRunArgs, client.run_fullvm),  # type: ignore[list-item]
+        (DSecContainerRunArgs, lambda args: client.container(args).__enter__()),  # type: ignore[arg-type]
+        (DSecMicroVMRunArgs, lambda args: client.microvm(args).__enter__()),  # type: ignore[arg-type]
+        (DSecFullVMRunArgs, lambda args: client.fullvm(args).__enter__()),  # type: ignore[arg-type]
+    ]
+    for wanted, call in calls:
+        for args, _ in each():
+            if not isinstance(args, wanted):
+                with pytest.raises(InvalidSpecError, match=f"args: {wanted.__name__} is wanted here"):
+                    call(args)

@@ -8,7 +8,7 @@ from opendsec.backends.base import Capability
 from opendsec.edge import admission
 from opendsec.edge.admission import AdmissionLimits, NodeFacts
 from opendsec.errors import UnschedulableError, UnsupportedError
-from opendsec.model.spec import Resources, SandboxSpec
+from opendsec.model.spec import BackendKind, Resources, SandboxSpec
 
 ROOMY = NodeFacts(memory_total_mb=8000, memory_available_mb=4000, disk_free_mb=50_000, cpu_count=2)
 LIMITS = AdmissionLimits(memory_floor_mb=500, disk_floor_mb=1000, max_live=10, max_creating=3)
@@ -65,3 +65,16 @@ def test_a_screen_needs_a_display() -> None:
 def test_open_network_needs_a_network() -> None:
     with pytest.raises(UnsupportedError, match="network"):
         admission.check_supported(SandboxSpec(image="debian", network_rules={"*": True}), frozenset())
+
+
+@pytest.mark.parametrize("kind", [BackendKind.MICROVM, BackendKind.FULLVM])
+def test_a_machine_with_more_memory_than_the_host_is_refused_by_name(kind: BackendKind) -> None:
+    def spec(memory_mb: int | None, backend: BackendKind = kind) -> SandboxSpec:
+        return SandboxSpec(image="debian", backend=backend, resources=Resources(memory_limit_mb=memory_mb))
+
+    with pytest.raises(UnschedulableError, match="8001 MiB were asked for, and this host has 8000") as caught:
+        admission.check_memory(spec(8001), ROOMY)
+    assert (caught.value.detail["field"], caught.value.retryable) == ("memory_limit_mb", False)
+    admission.check_memory(spec(8000), ROOMY)
+    admission.check_memory(spec(None), ROOMY)
+    admission.check_memory(spec(8001, BackendKind.CONTAINER), ROOMY)  # a cap, and no more

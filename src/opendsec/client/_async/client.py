@@ -20,7 +20,7 @@ from opendsec.client._async.snapshots import Snapshots
 from opendsec.client._async.transport import Transport, target
 from opendsec.client.concurrency import async_interruption, async_last_words
 from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
-from opendsec.client.kinds import is_number, must
+from opendsec.client.kinds import check_class, is_number, must
 from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
@@ -132,6 +132,7 @@ class DSecClient:
         Raises InvalidSpecError or UnsupportedError naming the field, ImageNotFoundError, CapacityError, StartError,
         ConflictError (same key, other arguments), DeadlineError, TransportError.
         """
+        check_class(args, DSecContainerRunArgs)
         return await self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     async def run_microvm(
@@ -146,6 +147,7 @@ class DSecClient:
         Raises what `run_container` raises; BackendUnavailableError when no node of the platform runs microVMs,
         SnapshotInvalidError when no node can read the snapshot.
         """
+        check_class(args, DSecMicroVMRunArgs)
         return await self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     async def run_fullvm(
@@ -159,6 +161,7 @@ class DSecClient:
 
         Raises as `run_microvm`.
         """
+        check_class(args, DSecFullVMRunArgs)
         return await self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     async def run(
@@ -207,6 +210,7 @@ class DSecClient:
 
         Example: `async with client.container(DSecContainerRunArgs(container_image="debian")) as sandbox: ...`
         """
+        check_class(args, DSecContainerRunArgs)
         async with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
@@ -219,6 +223,7 @@ class DSecClient:
         idempotency_key: str | None = None,
     ) -> AsyncIterator[Sandbox]:
         """Like `run_microvm`, for a block, as `container`."""
+        check_class(args, DSecMicroVMRunArgs)
         async with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
@@ -231,6 +236,7 @@ class DSecClient:
         idempotency_key: str | None = None,
     ) -> AsyncIterator[Sandbox]:
         """Like `run_fullvm`, for a block, as `container`."""
+        check_class(args, DSecFullVMRunArgs)
         async with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 

@@ -21,7 +21,7 @@ from opendsec.client._sync.snapshots import Snapshots
 from opendsec.client._sync.transport import Transport, target
 from opendsec.client.concurrency import interruption, last_words
 from opendsec.client.fncall_args import DSecFnCallArgs, longest_s
-from opendsec.client.kinds import is_number, must
+from opendsec.client.kinds import check_class, is_number, must
 from opendsec.client.run_args import DSecContainerRunArgs, DSecFullVMRunArgs, DSecMicroVMRunArgs, DSecRunArgs
 from opendsec.client.settings import find_endpoint
 from opendsec.errors import InvalidSpecError, OpenDSecError, SandboxExitedError
@@ -133,6 +133,7 @@ class DSecClient:
         Raises InvalidSpecError or UnsupportedError naming the field, ImageNotFoundError, CapacityError, StartError,
         ConflictError (same key, other arguments), DeadlineError, TransportError.
         """
+        check_class(args, DSecContainerRunArgs)
         return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     def run_microvm(
@@ -147,6 +148,7 @@ class DSecClient:
         Raises what `run_container` raises; BackendUnavailableError when no node of the platform runs microVMs,
         SnapshotInvalidError when no node can read the snapshot.
         """
+        check_class(args, DSecMicroVMRunArgs)
         return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     def run_fullvm(
@@ -160,6 +162,7 @@ class DSecClient:
 
         Raises as `run_microvm`.
         """
+        check_class(args, DSecFullVMRunArgs)
         return self.run(args, timeout=timeout, idempotency_key=idempotency_key)
 
     def run(self, args: DSecRunArgs, *, timeout: float | None = None, idempotency_key: str | None = None) -> Sandbox:
@@ -206,6 +209,7 @@ class DSecClient:
 
         Example: `with client.container(DSecContainerRunArgs(container_image="debian")) as sandbox: ...`
         """
+        check_class(args, DSecContainerRunArgs)
         with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
@@ -218,6 +222,7 @@ class DSecClient:
         idempotency_key: str | None = None,
     ) -> Iterator[Sandbox]:
         """Like `run_microvm`, for a block, as `container`."""
+        check_class(args, DSecMicroVMRunArgs)
         with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
@@ -230,6 +235,7 @@ class DSecClient:
         idempotency_key: str | None = None,
     ) -> Iterator[Sandbox]:
         """Like `run_fullvm`, for a block, as `container`."""
+        check_class(args, DSecFullVMRunArgs)
         with self.sandbox(args, timeout=timeout, idempotency_key=idempotency_key) as sandbox:
             yield sandbox
 
