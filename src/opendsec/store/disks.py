@@ -80,11 +80,14 @@ def import_disk(store: ImageStore, request: DiskRequest, *, on_progress: OnProgr
     _check_machine(request.machine)
     if not request.path.is_file():
         raise InvalidSpecError(f"source: {str(request.path)!r} is not a file", detail={"field": "source"})
+    given = request.path.resolve()
+    if (request.format or _format_of(given)) is DiskFormat.RAW:
+        _check_holes(given, given.stat().st_size)  # a shared file system may tell of none in the copy
     with store.staging() as work:
         copy = work / "disk"
         on_progress(Progress(phase="copying"))
         try:
-            copy_sparse(request.path.resolve(), copy)
+            copy_sparse(given, copy)
         except CutShortError as error:
             raise InvalidSpecError("source: it became shorter while it was read", detail={"field": "source"}) from error
         copy.chmod(0o444)

@@ -199,12 +199,13 @@ def test_the_filling_process_is_killed_again_and_again(store: ImageStore, disk: 
         for thread in threads:
             thread.start()
         kills = 0
-        while not done.wait(0.15) and kills < 8:
+        while kills < 8:  # the first at once: a quick machine has read all of it soon
             node.kill(FILLER)
             kills += 1
+            if done.wait(0.15):
+                break
         for thread in threads:
             thread.join()
-    assert kills >= 1
     # A read whose event was taken in the instant of a kill is an error; wrong bytes there are none.
     for one in found:
         assert {name: value for name, value in one.items() if not value.startswith("errno")}.items() <= expected.items()
