@@ -36,7 +36,7 @@ from opendsec.backends.fullvm_renewal import renew
 from opendsec.backends.fullvm_shape import encode_layers, layers_in, machine_of, shape_in, shape_of
 from opendsec.backends.fullvm_stillness import quiet
 from opendsec.backends.ground import Ground, network_of
-from opendsec.backends.microvm_turns import Turns
+from opendsec.backends.turns import Turns
 from opendsec.errors import (
     BackendUnavailableError,
     HostCapabilityError,

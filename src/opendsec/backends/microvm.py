@@ -46,7 +46,7 @@ from opendsec.backends.microvm_packing import changes
 from opendsec.backends.microvm_parking import Parking
 from opendsec.backends.microvm_shape import Kept, Shape, is_online, limits_of, shape_of
 from opendsec.backends.microvm_templates import MACHINE
-from opendsec.backends.microvm_turns import Turns
+from opendsec.backends.turns import Turns
 from opendsec.errors import (
     HostCapabilityError,
     InvalidSpecError,

@@ -1,6 +1,6 @@
 """The machines of sandboxes that run now: found, restored, woken, renewed, ended.
 
-Who asks holds the sandbox's turn (`microvm_turns`). A machine is woken when its agent answers and has made it itself:
+Who asks holds the sandbox's turn (`turns`). A machine is woken when its agent answers and has made it itself:
 clock, randomness, names and addresses, before anybody else gets at it. All of it is the same whether the machine was
 started a moment ago, comes back from a pause, or is found again by a new process.
 """

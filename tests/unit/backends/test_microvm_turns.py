@@ -16,7 +16,7 @@ from opendsec.backends.base import Handle
 from opendsec.backends.microvm_live import Live
 from opendsec.backends.microvm_machines import Machines
 from opendsec.backends.microvm_parking import Parking
-from opendsec.backends.microvm_turns import Turns
+from opendsec.backends.turns import Turns
 from opendsec.errors import NodeError, SandboxLostError
 from opendsec.guest.base import Guest, GuestLostError
 from opendsec.linux.cgroup import CgroupDriver
