@@ -56,7 +56,7 @@ def run(
 ) -> None:
     """Start a sandbox, run a command in it, stop the sandbox: `opendsec run debian -- python3 -c 'print(1)'`."""
     argv = _argv(context, image, may_be_none=keep) if snapshot is None else _argv_alone(context, image)
-    given = {
+    given: dict[str, Any] = {
         "memory": memory,
         "cpus": cpus,
         "disk": disk,
@@ -71,11 +71,10 @@ def run(
     named = source is not None and source.name != "DEFAULT"
 
     async def main(client: DSecClient) -> int:
-        args = await _args(client, None if snapshot else image, snapshot, backend=backend, network=network, **given)
-        if snapshot is not None and named and args.to_spec().backend is not backend:
-            raise typer.BadParameter(
-                f"the snapshot {snapshot} was made by the {args.to_spec().backend} backend", param_hint="--backend"
-            )
+        if snapshot is None:
+            args = options.run_args(image, backend=backend, network=network, **given)
+        else:
+            args = await _of_snapshot(client, snapshot, backend=backend if named else None, network=network, **given)
         if not keep:
             async with client.sandbox(args) as sandbox:
                 return await _run(
@@ -127,15 +126,17 @@ def exec_(
     with_client(main)
 
 
-async def _args(
-    client: DSecClient, image: str | None, snapshot: str | None, *, backend: BackendKind, network: bool, **given: Any
+async def _of_snapshot(
+    client: DSecClient, snapshot: str, *, backend: BackendKind | None, network: bool, **given: Any
 ) -> DSecRunArgs:
     """A snapshot says itself which backend reads it and whether it has a network."""
-    if snapshot is None:
-        return options.run_args(image, backend=backend, network=network, **given)
     found = await client.snapshots.get(snapshot)
     if found.backend is None or found.spec is None:
         raise SnapshotInvalidError(found.problem or f"snapshot {snapshot!r} cannot be read")
+    if backend not in (None, found.backend):
+        raise typer.BadParameter(
+            f"the snapshot {snapshot} was made by the {found.backend} backend", param_hint="--backend"
+        )
     has_network = any(found.spec.network_rules.values())
     if network and not has_network:
         raise typer.BadParameter(f"the snapshot {snapshot} was made without a network", param_hint="--network")

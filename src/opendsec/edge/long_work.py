@@ -36,10 +36,8 @@ class Words:
 
     noun: str
     """`snapshot`"""
-    doing: str
-    """What the edge did: `saved`."""
     done: str
-    """What the sandbox is then, and the last phase: `saved`."""
+    """What the edge did with the sandbox, and the last phase: `saved`."""
 
 
 class LongWork(Generic[R, E]):
@@ -65,11 +63,11 @@ class LongWork(Generic[R, E]):
 
     async def settle(self, working: Coroutine[Any, Any, R]) -> None:
         """Carry it out: how `working` ends is the outcome."""
-        doing = self._words.doing
+        done = self._words.done
         try:
             self.result = await working
         except asyncio.CancelledError:
-            why = f"the edge was stopped while it {doing}; nothing was published"
+            why = f"the edge was stopped while it {done}; nothing was published"
             self.error = errors.NodeError(why, retryable=True)
             raise
         except errors.OpenDSecError as exc:
@@ -77,10 +75,10 @@ class LongWork(Generic[R, E]):
         except OSError as exc:
             fields = {"sandbox_id": self.sandbox.sandbox_id, "reason": str(exc)}
             log.warning("%s_failed", self._words.noun, extra={"fields": fields})
-            self.error = errors.NodeError(f"the sandbox could not be {self._words.done}: {exc}")
+            self.error = errors.NodeError(f"the sandbox could not be {done}: {exc}")
         finally:
             if self.result is None and self.error is None:  # a fault of ours, which whoever spawned this logs
-                self.error = errors.NodeError(f"the edge failed while it {doing}; see its log", retryable=False)
+                self.error = errors.NodeError(f"the edge failed while it {done}; see its log", retryable=False)
             self._ended.set()
 
     async def wait(self) -> R:

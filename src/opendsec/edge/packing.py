@@ -26,7 +26,7 @@ from opendsec.edge import lifecycle
 from opendsec.edge.long_work import KnownWork, LongWork, Words
 from opendsec.edge.sandbox import Sandbox
 from opendsec.model.ids import check_image_name
-from opendsec.model.image import Image, Layer, LayerRole
+from opendsec.model.image import Image, ImageConfig, Layer, LayerRole
 from opendsec.model.node import SandboxState
 from opendsec.store.below import Below
 from opendsec.store.compose import pinned, split_reference
@@ -38,7 +38,7 @@ from opendsec.store.scrub import Scrub, check_patterns
 from opendsec.wire.contracts import PackEvent, PackRequest, PackResult
 
 AT_ONCE = 2
-WORDS = Words(noun="pack", doing="packed", done="packed")
+WORDS = Words(noun="pack", done="packed")
 
 
 class Pack(LongWork[PackResult, PackEvent]):
@@ -176,49 +176,42 @@ class Packing:
             whole: Sequence[Layer | StagedLayer] = [layer]
             if not request.alone:
                 whole = on_top(self._store, work, image, changes.lower, layer, on_progress=pack.tell)
-            pack.tell(Progress(phase="publishing"))
-            made = self._store.publish(
-                request.name,
-                layers=whole,
-                config=image.config,
-                source=_source_text(pack.sandbox),
-                replace=request.replace,
-            )
+            return self._published(pack, whole, layer.layer, image.config, selection=selection)
+
+    def _make_of_disk(self, pack: Pack, changes: DiskChanges, image: Image, on_read: Callable[[], None]) -> _Made:
+        """In a thread."""
+        machine = image.config.machine
+        assert machine is not None
+        with self._store.staging() as work:
+            packed = pack_change(self._store, work, changes.written, on_progress=pack.tell, on_read=on_read)
+            if packed is None:
+                return self._unchanged(pack, image, None)
+            config = replace(image.config, machine=replace(machine, virtual_bytes=changes.written.size_bytes))
+            made = self._published(pack, packed.chain, packed.layer, config, selection=None)
+        return replace(made, crash_consistent=not changes.whole)
+
+    def _published(
+        self,
+        pack: Pack,
+        whole: Sequence[Layer | StagedLayer],
+        layer: Layer,
+        config: ImageConfig,
+        *,
+        selection: Selection | None,
+    ) -> _Made:
+        """`layer`: what was packed, among `whole`."""
+        pack.tell(Progress(phase="publishing"))
+        request = pack.request
+        source = _source_text(pack.sandbox)
+        made = self._store.publish(request.name, layers=whole, config=config, source=source, replace=request.replace)
         return _Made(
             image=pinned(made),
             name=made.name,
             digest=made.digest,
             changed=True,
             selection=selection,
-            layer=layer.layer.digest,
-            layer_bytes=layer.layer.size_bytes,
-        )
-
-    def _make_of_disk(self, pack: Pack, changes: DiskChanges, image: Image, on_read: Callable[[], None]) -> _Made:
-        """In a thread."""
-        request, machine = pack.request, image.config.machine
-        assert machine is not None
-        with self._store.staging() as work:
-            packed = pack_change(self._store, work, changes.written, on_progress=pack.tell, on_read=on_read)
-            if packed is None:
-                return self._unchanged(pack, image, None)
-            pack.tell(Progress(phase="publishing"))
-            made = self._store.publish(
-                request.name,
-                layers=packed.chain,
-                config=replace(image.config, machine=replace(machine, virtual_bytes=changes.written.size_bytes)),
-                source=_source_text(pack.sandbox),
-                replace=request.replace,
-            )
-        return _Made(
-            image=pinned(made),
-            name=made.name,
-            digest=made.digest,
-            changed=True,
-            selection=None,
-            layer=packed.layer.digest,
-            layer_bytes=packed.layer.size_bytes,
-            crash_consistent=not changes.whole,
+            layer=layer.digest,
+            layer_bytes=layer.size_bytes,
         )
 
     def _unchanged(self, pack: Pack, image: Image, selection: Selection | None) -> _Made:

@@ -30,7 +30,7 @@ from opendsec.store.snapshots import Snapshot, summary_of
 from opendsec.wire.contracts import SnapshotEvent, SnapshotRequest, SnapshotResult
 
 AT_ONCE = 2
-WORDS = Words(noun="snapshot", doing="saved", done="saved")
+WORDS = Words(noun="snapshot", done="saved")
 
 
 class Saving(LongWork[SnapshotResult, SnapshotEvent]):
