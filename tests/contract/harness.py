@@ -177,6 +177,13 @@ class Place:
         finally:
             await self.destroy(plan)
 
+    async def restart(self) -> None:
+        """The edge process ends and another begins: a new backend on the same directories and groups."""
+        assert self.anew is not None
+        await self.backend.close()
+        self.backend = self.anew()
+        await self.backend.open()
+
     async def destroy(self, plan: StartPlan) -> None:
         """Destroy by id and slot only, as after a crash; nothing may be left."""
         await self.backend.destroy(
@@ -238,7 +245,8 @@ async def container_place(image: Image | None = None, store: ImageStore | None =
             layers.acquire(image)
         (state / "sbx").mkdir(mode=0o700)
         (run / "sbx").mkdir(mode=0o700)
-        place = Place(backend, images, state / "sbx", run / "sbx")
+        anew = partial(container_backend, layers, state, run)
+        place = Place(backend, images, state / "sbx", run / "sbx", anew=anew)
         yield place
         backend = place.backend
     finally:

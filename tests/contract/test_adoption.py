@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 import pytest
-from tests.contract.harness import CONTAINER_NEEDS, Place, container_backend, container_place
+from tests.contract.harness import CONTAINER_NEEDS, Place, container_place
 
 from opendsec.backends.base import Running, StartPlan
 from opendsec.backends.container import ContainerBackend
@@ -27,21 +27,12 @@ def own_place(test: Callable[[], Awaitable[None]]) -> Callable[[], Awaitable[Non
     return test
 
 
-async def restart(place: Place) -> None:
-    """The edge process ends and another begins: a new backend on the same directories and groups."""
-    first = place.backend
-    assert isinstance(first, ContainerBackend)
-    await first.close()
-    place.backend = container_backend(first._layers, place.state_dir.parent, place.run_dir.parent)
-    await place.backend.open()
-
-
 @own_place
 async def test_commands_and_output_outlive_the_backend_that_started_them() -> None:
     async with container_place() as place, place.sandbox() as box:
         command = await box.start("echo before; cat; echo after", stdin=True)
         await box.guest.aclose()
-        await restart(place)
+        await place.restart()
         found = await place.backend.recover(box.running.handle)
         assert isinstance(found, Running)
         box.running, box.backend = found, place.backend
@@ -59,7 +50,7 @@ async def test_a_paused_sandbox_is_adopted_paused() -> None:
     async with container_place() as place, place.sandbox() as box:
         await place.backend.pause(box.running.handle)
         await box.guest.aclose()
-        await restart(place)
+        await place.restart()
         found = await place.backend.recover(box.running.handle)
         assert isinstance(found, Running)
         box.running, box.backend = found, place.backend

@@ -14,20 +14,12 @@ pytestmark = pytest.mark.anyio
 MACHINES_ONLY = True
 
 
-async def restart(place: Place) -> None:
-    """The edge process ends and another begins."""
-    assert place.anew is not None
-    await place.backend.close()
-    place.backend = place.anew()
-    await place.backend.open()
-
-
 async def test_commands_sessions_and_output_outlive_it(place: Place) -> None:
     async with place.sandbox() as box:
         await box.run("cd /etc; A=kept", session="s")
         command = await box.start("echo before; cat; echo after", stdin=True)
         await box.guest.aclose()
-        await restart(place)
+        await place.restart()
         found = await place.backend.recover(box.running.handle)
         assert isinstance(found, Running)
         box.running, box.backend = found, place.backend
@@ -44,7 +36,7 @@ async def test_a_paused_one_is_found_and_goes_on(place: Place) -> None:
         await box.run("echo kept > /tmp/f")
         await place.backend.pause(box.running.handle)
         await box.guest.aclose()
-        await restart(place)
+        await place.restart()
         found = await place.backend.recover(box.running.handle)
         assert found is not None
         await place.backend.resume(found.handle)

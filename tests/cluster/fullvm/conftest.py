@@ -16,6 +16,7 @@ from pathlib import Path
 import msgspec
 import pytest
 from tests.boot_disk import make_boot_disk
+from tests.contract.harness import disks
 
 import opendsec.sync
 from opendsec import DSecFullVMRunArgs
@@ -25,6 +26,8 @@ from opendsec.store.images import ImageStore
 
 WAIT_S = 45.0
 """For what takes a second on a quiet machine."""
+BOOT_S = 200.0
+"""For a boot of Linux on a machine that does much else."""
 
 
 @dataclass
@@ -55,6 +58,22 @@ def until(true: Callable[[], bool], what: str = "") -> None:
     while not true():
         assert time.monotonic() < end, what or "it did not become so in time"
         time.sleep(0.05)
+
+
+def take_linux(state: Path, image_name: str, *, as_name: str) -> str:
+    """A disk made of an image of the contract suite, in the store of the platform in `state`."""
+    place, images = disks()
+    image = images[image_name]
+    assert image.config.machine is not None
+    file = ImageStore(place / "store").blob_path(image.layers[0].digest)
+    request = DiskRequest(name=as_name, path=file, machine=image.config.machine, config=image.config)
+    import_disk(ImageStore(state / "store"), request)
+    return as_name
+
+
+def words(sandbox: opendsec.sync.Sandbox, line: str, **given: object) -> str:
+    """What a command says that must end well."""
+    return sandbox.run_shell(line, check=True, timeout=60, **given).stdout  # type: ignore[arg-type]
 
 
 def command(environment: dict[str, str], *words: str, timeout_s: float = 120) -> str:

@@ -9,36 +9,21 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.cluster.fullvm.conftest import WAIT_S, Platform, until
-from tests.contract.harness import FULLVM_NEEDS, disks
+from tests.cluster.fullvm.conftest import BOOT_S, WAIT_S, Platform, take_linux, until, words
+from tests.contract.harness import FULLVM_NEEDS
 
 import opendsec.sync
 from opendsec import DSecFullVMRunArgs, SandboxEnd, SandboxState
 from opendsec.errors import SandboxExitedError, UnsupportedError
-from opendsec.store.disks import DiskRequest, import_disk
-from opendsec.store.images import ImageStore
 
 pytestmark = [*(getattr(pytest.mark, name) for name in FULLVM_NEEDS), pytest.mark.timeout(300)]
-BOOT_S = 200.0
-"""For a boot on a machine that does much else."""
 
 
 @pytest.fixture(scope="module")
 def linux(up: tuple[Path, Path, dict[str, str]]) -> str:
-    """The busybox image as a disk, in the platform's store."""
+    """A Linux as a disk, in the platform's store."""
     state, _, _ = up
-    place, images = disks()
-    image = images["configured"]
-    assert image.config.machine is not None
-    file = ImageStore(place / "store").blob_path(image.layers[0].digest)
-    request = DiskRequest(name="linux", path=file, machine=image.config.machine, config=image.config)
-    import_disk(ImageStore(state / "store"), request)
-    return "linux"
-
-
-def words(sandbox: opendsec.sync.Sandbox, line: str, **given: object) -> str:
-    """What a command says that must end well."""
-    return sandbox.run_shell(line, check=True, timeout=60, **given).stdout  # type: ignore[arg-type]
+    return take_linux(state, "configured", as_name="linux")
 
 
 def test_a_whole_pc_does_what_any_sandbox_does(platform: Platform, linux: str) -> None:

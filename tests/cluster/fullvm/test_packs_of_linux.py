@@ -7,38 +7,22 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from tests.cluster.fullvm.conftest import Platform
-from tests.contract.harness import FULLVM_NEEDS, disks, fullvm_place
+from tests.cluster.fullvm.conftest import BOOT_S, Platform, take_linux, words
+from tests.contract.harness import FULLVM_NEEDS, fullvm_place
 
-import opendsec.sync
 from opendsec import DSecFullVMRunArgs, SandboxState
 from opendsec.backends.fullvm_stillness import _frozen
-from opendsec.store.disks import DiskRequest, import_disk
-from opendsec.store.images import ImageStore
 
 pytestmark = [*(getattr(pytest.mark, name) for name in FULLVM_NEEDS), pytest.mark.timeout(300)]
-BOOT_S = 200.0
-"""For a boot on a machine that does much else."""
 RECOVERED = "recovery complete"
 """What ext4 says when it was not whole."""
 
 
 @pytest.fixture(scope="module")
 def linux(up: tuple[Path, Path, dict[str, str]]) -> str:
-    """The busybox image as a disk, in the platform's store."""
+    """A Linux as a disk, in the platform's store."""
     state, _, _ = up
-    place, images = disks()
-    image = images["busybox"]
-    assert image.config.machine is not None
-    file = ImageStore(place / "store").blob_path(image.layers[0].digest)
-    request = DiskRequest(name="linux-plain", path=file, machine=image.config.machine, config=image.config)
-    import_disk(ImageStore(state / "store"), request)
-    return "linux-plain"
-
-
-def words(sandbox: opendsec.sync.Sandbox, line: str) -> str:
-    """What a command says that must end well."""
-    return sandbox.run_shell(line, check=True, timeout=60).stdout
+    return take_linux(state, "busybox", as_name="linux-plain")
 
 
 def test_an_agent_makes_its_disk_whole_first(platform: Platform, linux: str) -> None:
